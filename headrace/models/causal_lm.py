@@ -1,0 +1,135 @@
+"""A decoder-only Hugging Face model as headrace uses it: flat tokens in, hidden states and an output head out.
+
+The trainer and the native rollout engine hold the *same* `CausalLM`; there is no second copy of the weights.
+
+Shapes: T tokens, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace.errors import ConfigError
+from headrace.models.attention import AttentionContext, PackedAttention
+
+
+@dataclass(frozen=True)
+class OutputHead:
+    """The map from hidden states to logits: `softcap(hidden @ weight.T + bias)`."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    softcap: float | None  # logits = softcap * tanh(logits / softcap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] → float32 logits [T, V]."""
+        raw = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
+
+
+class CausalLM(nn.Module):
+    """Wraps a `PreTrainedModel` loaded with headrace's attention (see models/hf.py)."""
+
+    def __init__(self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+        super().__init__()
+        self.hf = hf
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.text_config = hf.config.get_text_config()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.hf.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.hf.parameters()).dtype
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(getattr(self.text_config, "num_key_value_heads", None) or self.text_config.num_attention_heads)
+
+    @property
+    def head_dim(self) -> int:
+        explicit = getattr(self.text_config, "head_dim", None)
+        return int(explicit or self.text_config.hidden_size // self.text_config.num_attention_heads)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head().weight.shape[0])
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model's positions allow (None: no stated limit)."""
+        value = getattr(self.text_config, "max_position_embeddings", None)
+        return int(value) if value else None
+
+    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """input_ids [T], position_ids [T] (int64, on the model's device) → last hidden states [T, H]."""
+        out = self.hf.base_model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=position_ids.unsqueeze(0),
+            use_cache=False,
+            headrace_attention=attention,
+        )
+        return out.last_hidden_state[0]
+
+    def head(self) -> OutputHead:
+        linear = self.hf.get_output_embeddings()
+        return OutputHead(
+            linear.weight, getattr(linear, "bias", None), getattr(self.text_config, "final_logit_softcapping", None)
+        )
+
+    def use_gradient_checkpointing(self) -> None:
+        """Recompute each layer's activations in the backward pass.
+
+        Only the layer wrappers enter training mode, so that dropout inside them stays off.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for module in self.hf.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+
+@torch.no_grad()
+def verify_against_hf(model: CausalLM, tolerance: float | None = None) -> None:
+    """Compares headrace's forward with the model's own on a few tokens and refuses a model it gets wrong.
+
+    An architecture that scales its logits, biases its attention or routes tokens in a way headrace does not know
+    is refused here by name instead of training on silently wrong numbers. Raises ConfigError.
+    """
+    config = model.hf.config
+    vocab = model.vocab_size
+    window = getattr(model.text_config, "sliding_window", None) or 0
+    length = int(min(model.max_positions or 64, max(12, min(window + 4, 64))))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (length,), generator=generator).to(model.device)
+    short = length // 2
+    # two sequences in one pack: the second must equal the model's own forward over that sequence alone
+    packed = torch.cat([ids[:short], ids])
+    positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
+    ours = model.head().logits(model.hidden_states(packed, positions, PackedAttention([short, length], model.device)))
+    before = config._attn_implementation
+    try:
+        model.hf.set_attn_implementation("eager")
+        theirs = model.hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+    finally:
+        model.hf.set_attn_implementation(before)
+    if tolerance is None:
+        tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    error = (ours[short:].log_softmax(-1).exp() - theirs.log_softmax(-1).exp()).abs().max().item()
+    if not error <= tolerance:
+        raise ConfigError(
+            f"model.path: headrace does not compute {type(model.hf).__name__} correctly (token probabilities differ from"
+            f" the model's own by {error:.3g}); decoder-only models with full or sliding-window attention are supported"
+        )

@@ -1,0 +1,136 @@
+"""Loading a Hugging Face causal language model from a folder, a hub id or a GGUF file."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.errors import ConfigError, MissingExtraError
+from headrace.models import attention
+from headrace.models.causal_lm import CausalLM, verify_against_hf
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """"auto" is CUDA where there is one, else the CPU. Raises ConfigError for a device this machine lacks."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"run.device: '{name}' was asked for, but torch finds no CUDA device here; use 'cpu' or 'auto'")
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """"auto" is bfloat16 on CUDA and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def _gguf_arguments(path: Path) -> tuple[str, dict[str, Any]]:
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(f"model.path '{path}'", "gguf", "gguf") from error
+    return str(path.parent), {"gguf_file": path.name}
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a folder, hub id or GGUF file; its BOS is repaired where the file's own setting was lost.
+
+    Raises ConfigError naming `model.path` when it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **extra)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model.path: no tokenizer could be loaded from '{path}': {first_line(error)}") from error
+    return tokenizer
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    tokenizer: str | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
+    verify: bool = True,
+) -> CausalLM:
+    """Loads weights and tokenizer, in evaluation mode, and checks the forward pass against the model's own.
+
+    Raises ConfigError naming `model.path` when the folder cannot be read, the architecture is not a causal
+    language model, or headrace's forward disagrees with the model's own.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention.register()
+    source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
+    if extra:
+        from transformers import GgufConfig
+
+        extra["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        hf = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention.IMPLEMENTATION,
+            trust_remote_code=trust_remote_code,
+            **extra,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"model.path: '{path}' cannot be loaded: {first_line(error)}") from error
+    tok = load_tokenizer(tokenizer or path, trust_remote_code)
+    return wrap(hf, tok, device=device, gradient_checkpointing=gradient_checkpointing, verify=verify)
+
+
+def wrap(
+    hf: Any, tokenizer: Any, *, device: torch.device | str = "cpu", gradient_checkpointing: bool = False, verify: bool = True
+) -> CausalLM:
+    """A CausalLM around a transformers model already in memory. Its dtype is kept; dropout is off for good."""
+    attention.register()
+    hf.set_attn_implementation(attention.IMPLEMENTATION)
+    hf.to(device).eval()
+    model = CausalLM(hf, tokenizer, eos_token_ids(hf, tokenizer))
+    if verify:
+        verify_against_hf(model)
+    if gradient_checkpointing:
+        model.use_gradient_checkpointing()
+    return model
+
+
+def copy_causal_lm(model: CausalLM) -> CausalLM:
+    """A second, independent copy of the weights (the frozen reference)."""
+    return CausalLM(copy.deepcopy(model.hf), model.tokenizer, model.eos_token_ids)
+
+
+def eos_token_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a response: generation_config's, the config's and the tokenizer's, in that order.
+
+    Only the *ids* are taken from generation_config, never a sampling setting.
+    """
+    found: list[int] = []
+    sources = [getattr(hf.generation_config, "eos_token_id", None), hf.config.get_text_config().eos_token_id]
+    if tokenizer is not None:
+        sources.append(tokenizer.eos_token_id)
+    for value in sources:
+        for token in value if isinstance(value, list | tuple) else [value]:
+            if token is not None and token not in found:
+                found.append(int(token))
+    return tuple(found)
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
