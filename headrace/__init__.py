@@ -1,0 +1,74 @@
+"""headrace: reinforcement-learning post-training of language models.
+
+The names below are imported on first use, so that `import headrace` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "RLTrainer": "headrace.trainers.rl_trainer",
+    "PPOTrainer": "headrace.trainers.rl_trainer",
+    "get_hf_model": "headrace.trainers.rl_trainer",
+    "HFDataset": "headrace.data.dataset",
+    "Flow": "headrace.flow.graph",
+    "Evaluation": "headrace.flow.run",
+    "stage": "headrace.stages",
+    "StageContext": "headrace.stages",
+    "Batch": "headrace.data.batch",
+    "Config": "headrace.config",
+    "load_config": "headrace.config_load",
+    "grpo_advantages": "headrace.algorithms.stages",
+    "gae_advantages": "headrace.algorithms.stages",
+    "HeadraceError": "headrace.errors",
+    "ConfigError": "headrace.errors",
+    "RewardError": "headrace.errors",
+    "RunError": "headrace.errors",
+}
+
+if TYPE_CHECKING:
+    from headrace.algorithms.stages import gae_advantages, grpo_advantages
+    from headrace.config import Config
+    from headrace.config_load import load_config
+    from headrace.data.batch import Batch
+    from headrace.data.dataset import HFDataset
+    from headrace.errors import ConfigError, HeadraceError, RewardError, RunError
+    from headrace.flow.graph import Flow
+    from headrace.flow.run import Evaluation
+    from headrace.stages import StageContext, stage
+    from headrace.trainers.rl_trainer import PPOTrainer, RLTrainer, get_hf_model
+
+__all__ = [
+    "Batch",
+    "Config",
+    "ConfigError",
+    "Evaluation",
+    "Flow",
+    "HFDataset",
+    "HeadraceError",
+    "PPOTrainer",
+    "RLTrainer",
+    "RewardError",
+    "RunError",
+    "StageContext",
+    "__version__",
+    "gae_advantages",
+    "get_hf_model",
+    "grpo_advantages",
+    "load_config",
+    "stage",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(importlib.import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'headrace' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

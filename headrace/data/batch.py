@@ -50,7 +50,9 @@ class Batch:
                 )
         for name, row_column in self.rows.items():
             if len(row_column) != self.num_rows:
-                raise ValueError(f"row column '{name}' has {len(row_column)} values; the batch has {self.num_rows} rows")
+                raise ValueError(
+                    f"row column '{name}' has {len(row_column)} values; the batch has {self.num_rows} rows"
+                )
         both = self.tokens.keys() & self.rows.keys()
         if both:
             raise ValueError(f"columns {sorted(both)} are given both as token and as row columns")
@@ -72,7 +74,9 @@ class Batch:
                 raise ValueError(f"token column '{name}' has row lengths unlike the columns before it")
             lengths = own
             flat = [x for v in values for x in v]
-            tokens[name] = torch.tensor(flat, dtype=dtypes.get(name)) if flat else torch.zeros(0, dtype=dtypes.get(name))
+            tokens[name] = (
+                torch.tensor(flat, dtype=dtypes.get(name)) if flat else torch.zeros(0, dtype=dtypes.get(name))
+            )
         if lengths is None:
             lengths = [0] * (len(next(iter(rows.values()))) if rows else 0)
         return cls(lengths, tokens, rows)
@@ -155,8 +159,13 @@ class Batch:
         )
 
     def select(self, rows: Sequence[int] | Tensor) -> Batch:
-        """The given rows, in the given order (repeats allowed); a boolean mask [R] selects too."""
+        """The given rows, in the given order (repeats allowed); a boolean mask [R] selects too.
+
+        Raises ValueError for a mask of another length.
+        """
         index = torch.as_tensor(rows)
+        if index.dtype == torch.bool and len(index) != self.num_rows:
+            raise ValueError(f"a mask of {len(index)} values cannot select from {self.num_rows} rows")
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
         lengths = self.lengths[index]
         starts = self.offsets[:-1][index]
@@ -166,7 +175,8 @@ class Batch:
         tokens = {k: v[gather.to(v.device)] for k, v in self.tokens.items()}
         picked = index.tolist()
         out_rows: dict[str, RowColumn] = {
-            k: v[index.to(v.device)] if isinstance(v, Tensor) else [v[i] for i in picked] for k, v in self.rows.items()
+            k: v[index.to(v.device)] if isinstance(v, Tensor) else [v[i] for i in picked]
+            for k, v in self.rows.items()
         }
         return Batch(lengths, tokens, out_rows)
 
@@ -214,5 +224,7 @@ class Batch:
     def to(self, device: torch.device | str) -> Batch:
         """Tensor columns on `device`; offsets stay on the CPU."""
         tokens = {k: v.to(device) for k, v in self.tokens.items()}
-        rows: dict[str, RowColumn] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.rows.items()}
+        rows: dict[str, RowColumn] = {
+            k: v.to(device) if isinstance(v, Tensor) else v for k, v in self.rows.items()
+        }
         return Batch(self.lengths, tokens, rows)

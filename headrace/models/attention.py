@@ -57,11 +57,15 @@ class PackedAttention:
             for b, row in enumerate(rows):
                 n = lengths[row]
                 index[b, :n] = torch.arange(starts[row], starts[row] + n)
-                scatter[starts[row] : starts[row] + n] = torch.arange(slot + b * longest, slot + b * longest + n)
+                scatter[starts[row] : starts[row] + n] = torch.arange(
+                    slot + b * longest, slot + b * longest + n
+                )
             slot += len(rows) * longest
             self._buckets.append((index.flatten().to(device), len(rows), longest))
         self._scatter = scatter.to(device)
-        self._trivial = len(self._buckets) == 1 and self._buckets[0][1] * self._buckets[0][2] == self.num_tokens
+        self._trivial = (
+            len(self._buckets) == 1 and self._buckets[0][1] * self._buckets[0][2] == self.num_tokens
+        )
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
@@ -130,7 +134,9 @@ def _attention_function(
             " use CausalLM.hidden_states instead of calling the Hugging Face model"
         )
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise HeadraceError(f"{type(module).__name__} uses attention soft-capping or sinks, which are not supported")
+        raise HeadraceError(
+            f"{type(module).__name__} uses attention soft-capping or sinks, which are not supported"
+        )
     layer = module.layer_idx
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = headrace_attention.attend(

@@ -31,14 +31,13 @@ class OutputHead:
         return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
 
 
-class CausalLM(nn.Module):
-    """Wraps a `PreTrainedModel` loaded with headrace's attention (see models/hf.py)."""
+class Backbone(nn.Module):
+    """The transformer below the head, shared by policies, critics and reward models."""
 
-    def __init__(self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, hf: Any, tokenizer: Any) -> None:
         super().__init__()
         self.hf = hf
         self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
         self.text_config = hf.config.get_text_config()
 
     @property
@@ -48,23 +47,6 @@ class CausalLM(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         return next(self.hf.parameters()).dtype
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.text_config.num_hidden_layers)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return int(getattr(self.text_config, "num_key_value_heads", None) or self.text_config.num_attention_heads)
-
-    @property
-    def head_dim(self) -> int:
-        explicit = getattr(self.text_config, "head_dim", None)
-        return int(explicit or self.text_config.hidden_size // self.text_config.num_attention_heads)
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.head().weight.shape[0])
 
     @property
     def max_positions(self) -> int | None:
@@ -82,12 +64,6 @@ class CausalLM(nn.Module):
         )
         return out.last_hidden_state[0]
 
-    def head(self) -> OutputHead:
-        linear = self.hf.get_output_embeddings()
-        return OutputHead(
-            linear.weight, getattr(linear, "bias", None), getattr(self.text_config, "final_logit_softcapping", None)
-        )
-
     def use_gradient_checkpointing(self) -> None:
         """Recompute each layer's activations in the backward pass.
 
@@ -99,6 +75,55 @@ class CausalLM(nn.Module):
         for module in self.hf.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = True
+
+
+class CausalLM(Backbone):
+    """A policy: wraps a `PreTrainedModel` with a language-model head (see models/hf.py)."""
+
+    def __init__(self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
+        super().__init__(hf, tokenizer)
+        self.eos_token_ids = eos_token_ids
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.text_config.num_hidden_layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(
+            getattr(self.text_config, "num_key_value_heads", None) or self.text_config.num_attention_heads
+        )
+
+    @property
+    def head_dim(self) -> int:
+        explicit = getattr(self.text_config, "head_dim", None)
+        return int(explicit or self.text_config.hidden_size // self.text_config.num_attention_heads)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.head().weight.shape[0])
+
+    def head(self) -> OutputHead:
+        linear = self.hf.get_output_embeddings()
+        return OutputHead(
+            linear.weight,
+            getattr(linear, "bias", None),
+            getattr(self.text_config, "final_logit_softcapping", None),
+        )
+
+
+class ScalarModel(Backbone):
+    """One number per position: a critic's value or a reward model's score.
+
+    `hf` is a transformers `...ForSequenceClassification` with one label; its linear `score` is the head,
+    always computed in float32.
+    """
+
+    def scalars(self, hidden: Tensor) -> Tensor:
+        """hidden [T, H] → float32 [T]."""
+        head = self.hf.score
+        bias = head.bias.float() if head.bias is not None else None
+        return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
 
 
 @torch.no_grad()
@@ -118,7 +143,9 @@ def verify_against_hf(model: CausalLM, tolerance: float | None = None) -> None:
     # two sequences in one pack: the second must equal the model's own forward over that sequence alone
     packed = torch.cat([ids[:short], ids])
     positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
-    ours = model.head().logits(model.hidden_states(packed, positions, PackedAttention([short, length], model.device)))
+    ours = model.head().logits(
+        model.hidden_states(packed, positions, PackedAttention([short, length], model.device))
+    )
     before = config._attn_implementation
     try:
         model.hf.set_attn_implementation("eager")

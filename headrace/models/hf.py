@@ -19,17 +19,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def resolve_device(name: str) -> torch.device:
-    """"auto" is CUDA where there is one, else the CPU. Raises ConfigError for a device this machine lacks."""
+    """ "auto" is CUDA where there is one, else the CPU. Raises ConfigError for a device this machine lacks."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"run.device: '{name}' was asked for, but torch finds no CUDA device here; use 'cpu' or 'auto'")
+        raise ConfigError(
+            f"run.device: '{name}' was asked for, but torch finds no CUDA device here; use 'cpu' or 'auto'"
+        )
     return device
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """"auto" is bfloat16 on CUDA and float32 on the CPU."""
+    """ "auto" is bfloat16 on CUDA and float32 on the CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return DTYPES[name]
@@ -44,7 +46,7 @@ def _gguf_arguments(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder, hub id or GGUF file; its BOS is repaired where the file's own setting was lost.
+    """The tokenizer of a folder, hub id or GGUF file (whose BOS setting transformers can lose: repaired here).
 
     Raises ConfigError naming `model.path` when it cannot be loaded.
     """
@@ -54,7 +56,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **extra)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.path: no tokenizer could be loaded from '{path}': {first_line(error)}") from error
+        raise ConfigError(
+            f"model.path: no tokenizer could be loaded from '{path}': {first_line(error)}"
+        ) from error
     return tokenizer
 
 
@@ -96,7 +100,12 @@ def load_causal_lm(
 
 
 def wrap(
-    hf: Any, tokenizer: Any, *, device: torch.device | str = "cpu", gradient_checkpointing: bool = False, verify: bool = True
+    hf: Any,
+    tokenizer: Any,
+    *,
+    device: torch.device | str = "cpu",
+    gradient_checkpointing: bool = False,
+    verify: bool = True,
 ) -> CausalLM:
     """A CausalLM around a transformers model already in memory. Its dtype is kept; dropout is off for good."""
     attention.register()

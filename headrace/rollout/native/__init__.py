@@ -1,0 +1,1 @@
+"""headrace's own rollout engine: see `engine.NativeEngine`."""

@@ -1,0 +1,55 @@
+"""Makes the demo's ingredients from nothing: a small Qwen3 model, its tokenizer, and addition problems."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+DIGITS = "0123456789"
+END = "<eos>"
+
+
+def make(folder: Path, *, seed: int = 0, largest: int = 99, held_out: int = 256) -> None:
+    """Writes `folder`/model (random weights), /train.jsonl and /heldout.jsonl; no problem is in both files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_model(folder / "model", seed)
+    problems = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
+    random.Random(seed).shuffle(problems)
+    write_rows(folder / "heldout.jsonl", problems[:held_out])
+    write_rows(folder / "train.jsonl", problems[held_out:])
+
+
+def write_rows(path: Path, problems: list[tuple[int, int]]) -> None:
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in problems]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def make_model(folder: Path, seed: int) -> None:
+    """A 0.5M-parameter Qwen3 and a tokenizer with one token a character, as an ordinary Hugging Face folder."""
+    import torch
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    vocabulary = {token: i for i, token in enumerate([END, *DIGITS, "+", "="])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, model_max_length=64)
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

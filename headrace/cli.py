@@ -1,0 +1,223 @@
+"""The `headrace` command. Exit codes: 0 done, 1 the run failed, 2 the configuration or data is wrong, 130 Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
+from headrace.config_explain import explain, sections
+from headrace.config_load import Command, config_to_yaml, load_config, parse_value
+from headrace.errors import ConfigError, HeadraceError
+
+logger = logging.getLogger(__name__)
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=", re.DOTALL)
+
+COMMANDS: dict[str, str] = {
+    "train": "train a model with reinforcement learning",
+    "sft": "fine-tune a model on prompts with known responses",
+    "eval": "score a model on a held-out data set",
+}
+
+
+def flag(alias: str) -> str:
+    return "--" + alias.replace("_", "-")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace",
+        description="Reinforcement-learning post-training for language models.",
+        epilog="Every setting: headrace config --explain",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"headrace {importlib.metadata.version('headrace')}"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, meaning in COMMANDS.items():
+        _add_settings(commands.add_parser(name, help=meaning, description=meaning, allow_abbrev=False))
+    meaning = "print a resolved configuration, or explain every setting"
+    config = commands.add_parser("config", help=meaning, description=meaning, allow_abbrev=False)
+    _add_settings(config)
+    config.add_argument(
+        "--explain",
+        nargs="?",
+        const="all",
+        metavar="SECTION",
+        help=f"explain the settings of a section ({', '.join(sections())}), or of all",
+    )
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "items",
+        nargs="*",
+        metavar="CONFIG.yaml key=value",
+        help="a YAML file (optional when overrides suffice) and overrides such as train.steps=200",
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    group = parser.add_argument_group("other names of settings", "each sets one key, like an override")
+    for alias, meaning in {**{a: f"sets {key}" for a, key in ALIASES.items()}, **STRUCTURED}.items():
+        switch: dict[str, Any] = {"nargs": "?", "const": "true"} if alias in _SWITCHES else {}
+        group.add_argument(flag(alias), dest=alias, metavar="VALUE", help=meaning, **switch)
+        if "_" in alias:
+            group.add_argument(f"--{alias}", dest=alias, help=argparse.SUPPRESS, **switch)
+
+
+# Flags that may stand without a value, and the values they take.
+_SWITCHES = {"offload_optimizer", "enable_gradient_checkpointing"}
+_SWITCH_VALUES = {"true", "false", "yes", "no", "on", "off", "1", "0"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code; every deliberate error becomes lines on stderr."""
+    try:
+        arguments, rest = build_parser().parse_known_args(argv)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 2
+    config: Config | None = None
+    try:
+        if arguments.command == "config" and arguments.explain is not None:
+            return _explain(arguments, rest)
+        config = _load(arguments, rest)
+        if arguments.command == "config":
+            return _write(config_to_yaml(config))
+        return _run(arguments.command, config)
+    except HeadraceError as error:
+        if arguments.debug:
+            raise
+        for line in error.violations if isinstance(error, ConfigError) else [str(error)]:
+            sys.stderr.write(f"headrace: {line}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        where = "" if config is None else f"; what is finished is in {_run_directory(config)}"
+        sys.stderr.write(f"headrace: stopped by Ctrl-C{where}\n")
+        return 130
+
+
+def _run_directory(config: Config) -> str:
+    return (
+        str(Path(config.run.dir) / config.run.name)
+        if config.run.name
+        else f"the newest folder of {config.run.dir}"
+    )
+
+
+def _run(command: str, config: Config) -> int:
+    set_up_logging()
+    from headrace.trainers import launch
+
+    run = {"train": launch.run_train, "sft": launch.run_sft, "eval": launch.run_eval}[command]
+    return int(run(config))
+
+
+def _explain(arguments: argparse.Namespace, rest: list[str]) -> int:
+    if arguments.items or rest:
+        raise ConfigError(
+            f"{(arguments.items + rest)[0]}: --explain takes at most one section and nothing else"
+        )
+    flags = {flag(alias): key for alias, key in ALIASES.items()}
+    return _write(explain(None if arguments.explain == "all" else arguments.explain, flags))
+
+
+def _write(text: str) -> int:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (such as `head`) has seen enough; keep Python from complaining again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _load(arguments: argparse.Namespace, rest: list[str]) -> Config:
+    """The configuration named by the command line. Raises ConfigError with every problem found."""
+    problems: list[str] = []
+    given = {a: getattr(arguments, a) for a in (*ALIASES, *STRUCTURED) if getattr(arguments, a) is not None}
+    items = [*arguments.items, *rest]
+    for alias in _SWITCHES & given.keys():
+        # argparse took the word after a bare switch (such as the YAML file) for its value
+        if given[alias].lower() not in _SWITCH_VALUES:
+            items.insert(0, given[alias])
+            given[alias] = "true"
+    path, overrides = _sort_items(items, problems)
+    settings: dict[str, dict[str, Any]] = {}
+    try:
+        settings = apply_aliases({a: _flag_value(a, text) for a, text in given.items()})
+    except ConfigError as error:
+        problems += error.violations
+    command: Command | None = None if arguments.command == "config" else arguments.command
+    try:
+        config = load_config(path, overrides, command, settings)
+    except ConfigError as error:
+        raise ConfigError([*problems, *error.violations]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _sort_items(items: list[str], problems: list[str]) -> tuple[str | None, list[str]]:
+    """The YAML file and the overrides among the words that are no known flag (`--section.key=value` is one)."""
+    path: str | None = None
+    overrides: list[str] = []
+    value_of_unknown = False
+    for item in items:
+        is_flag = item.startswith("-")
+        bare = item.lstrip("-") if "." in item.partition("=")[0] else item
+        if _OVERRIDE.match(bare):
+            overrides.append(bare)
+        elif is_flag:
+            problems.append(_unknown_flag(item))
+        elif path is None and not value_of_unknown:
+            path = item
+        elif not value_of_unknown:
+            problems.append(f"{item}: expected key=value; the configuration file is {path}")
+        value_of_unknown = is_flag and "=" not in item
+    return path, overrides
+
+
+def _flag_value(alias: str, text: str) -> Any:
+    if alias in STRUCTURED and not text.lstrip().startswith(("{", "[")):
+        return text
+    return parse_value(ALIASES.get(alias, alias), text)
+
+
+def _unknown_flag(text: str) -> str:
+    name = text.partition("=")[0]
+    bare = name.lstrip("-").replace("-", "_")
+    close = difflib.get_close_matches(bare, [*ALIASES, *STRUCTURED], n=1, cutoff=0.75)
+    return f"{name}: unknown flag" + (f"; did you mean {flag(close[0])}?" if close else suggest(bare))
+
+
+class _StderrHandler(logging.Handler):
+    """Writes to what sys.stderr is at that moment, so that a replaced or captured stderr gets the lines."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        sys.stderr.write(self.format(record) + "\n")
+
+
+def set_up_logging() -> None:
+    """headrace's log goes to stderr from INFO on; transformers shows warnings only and no progress bars."""
+    root = logging.getLogger("headrace")
+    if not root.handlers:
+        handler = _StderrHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.set_verbosity_warning()
+    transformers_logging.disable_progress_bar()

@@ -1,0 +1,356 @@
+"""Every setting of a run: typed, documented once, checked all at once. Loading and overrides: config_load.py.
+
+Batch sizes carry their unit in their name; times end in `_s`, bytes in `_bytes`, ratios in `_fraction`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+def key(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
+    """A documented setting. `unit` is shown by `headrace config --explain`."""
+    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
+
+
+SHORTHAND = {
+    "model": "path",
+    "data": "path",
+    "reward": "function",
+    "algorithm": "name",
+    "eval": "path",
+    "critic": "path",
+    "reference": "path",
+}
+"""The key that a section given as a single string sets (`model: Qwen/Qwen2.5-0.5B`)."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_default=True,
+        validate_assignment=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+    )
+
+
+class RunConfig(Section):
+    name: str | None = key(None, "name of the run directory (default: <algorithm>-<date>-<time>)")
+    dir: str = key("runs", "folder that holds run directories")
+    seed: int = key(0, "seed of everything random in the run", ge=0)
+    device: str = key("auto", "auto | cpu | cuda | cuda:N", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    overwrite: bool = key(False, "replace an existing run directory of the same name")
+    tensorboard: bool = key(True, "write TensorBoard event files")
+    samples_per_step: int = key(4, "responses written to samples.jsonl each step", "samples", ge=0)
+    progress: Literal["auto", "live", "plain", "off"] = key(
+        "auto", "live: a display that redraws; plain: one line a step; auto: live on a terminal, else plain"
+    )
+    save_final: bool = key(True, "save the trained model as a Hugging Face folder at the end")
+
+
+class ModelConfig(Section):
+    path: str | None = key(None, "Hugging Face folder, hub id, or .gguf file of the policy (the actor)")
+    tokenizer: str | None = key(None, "tokenizer folder or hub id (default: model.path)")
+    dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "auto", "dtype that training and rollout compute in; the optimizer always keeps float32 weights"
+    )
+    chat_template: str | None = key(None, "file with a Jinja chat template that replaces the tokenizer's")
+    trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
+    gradient_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+
+class DataConfig(Section):
+    path: str | None = key(
+        None, "hub data set id, .jsonl/.json/.csv/.parquet file, or path/to/file.py:function"
+    )
+    subset: str | None = key(None, "configuration name of a hub data set (such as 'main')")
+    split: str = key("train", "split of a hub data set")
+    prompt: str | None = key(
+        None,
+        "column with the prompt, text or chat messages (default: the one of prompt, question, problem, "
+        "instruction, query, messages that exists)",
+    )
+    completion: str | None = key(
+        None,
+        "sft: column with the target response (default: the one of completion, response, answer, output)",
+    )
+    template: str | None = key(None, "prompt text with {column} fields, used instead of data.prompt")
+    system_prompt: str | None = key(None, "system message put before every chat prompt")
+    format: Literal["auto", "chat", "plain"] = key(
+        "auto",
+        "chat: apply the chat template; plain: the text as it is; auto: chat where the tokenizer has a template",
+    )
+    max_prompt_tokens: int = key(1024, "longest prompt", "tokens", ge=1)
+    over_limit: Literal["error", "drop", "truncate_left"] = key(
+        "error", "what happens to a longer prompt; counted"
+    )
+    shuffle: bool = key(True, "a new order every epoch, drawn from run.seed")
+    limit_rows: int | None = key(None, "use only the first rows", "rows", ge=1)
+
+
+class EvalConfig(Section):
+    path: str | None = key(None, "held-out data set, read like data.path (default: no evaluation)")
+    subset: str | None = key(None, "configuration name of a hub data set")
+    split: str = key("test", "split of a hub data set")
+    limit_rows: int | None = key(None, "use only the first rows", "rows", ge=1)
+    every_steps: int = key(
+        0, "evaluate every so many steps; 0: only before the first and after the last", "steps", ge=0
+    )
+    temperature: float = key(0.0, "sampling temperature of evaluation; 0 is greedy", ge=0)
+    samples_per_prompt: int = key(1, "responses per prompt in evaluation", "samples", ge=1)
+
+
+class RolloutConfig(Section):
+    samples_per_prompt: int = key(8, "responses drawn per prompt (the group of GRPO)", "samples", ge=1)
+    temperature: float = key(
+        1.0, "sampling temperature; log-probabilities are computed at this temperature", gt=0
+    )
+    top_k: int = key(0, "sample from the k likeliest tokens; 0: all", "tokens", ge=0)
+    top_p: float = key(
+        1.0, "sample from the smallest set of tokens with this probability; 1: all", gt=0, le=1
+    )
+    min_p: float = key(
+        0.0, "drop tokens below this share of the likeliest token's probability; 0: off", ge=0, lt=1
+    )
+    max_new_tokens: int = key(256, "longest response", "tokens", ge=1)
+    min_new_tokens: int = key(0, "no end of sequence before this many tokens", "tokens", ge=0)
+    stop: list[str] = key([], "strings that end a response (kept in it)")
+    stop_token_ids: list[int] = key([], "token ids that end a response, besides the model's own end ids")
+    max_sequence_tokens: int | None = key(
+        None, "longest prompt + response (default: what the model's positions allow)", "tokens", ge=2
+    )
+    max_concurrent_sequences: int = key(256, "sequences generated at the same time", "sequences", ge=1)
+    kv_block_tokens: int = key(16, "tokens in one block of the paged KV cache", "tokens", ge=1)
+    kv_cache_tokens: int | None = key(
+        None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
+    )
+
+
+class RewardConfig(Section):
+    function: str | None = key(
+        None, "path/to/file.py:function, package.module:function, or exact_match | numeric_match"
+    )
+    model: str | None = key(
+        None, "folder or hub id of a reward model with one scalar output; added to the function's reward"
+    )
+    max_concurrency: int = key(32, "async reward calls in flight", "calls", ge=1)
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo", "ppo"] = key("grpo", "grpo: group-normalised advantages; ppo: critic and GAE")
+    normalize_std: bool = key(True, "grpo: divide a group's advantages by their standard deviation")
+    gamma: float = key(1.0, "ppo: discount per token", ge=0, le=1)
+    gae_lambda: float = key(0.95, "ppo: lambda of generalised advantage estimation", ge=0, le=1)
+    whiten_advantages: bool = key(True, "ppo: shift and scale the step's advantages to mean 0, deviation 1")
+    clip_low: float = key(0.2, "lower clip: ratio >= 1 - clip_low", ge=0, lt=1)
+    clip_high: float = key(0.2, "upper clip: ratio <= 1 + clip_high", ge=0)
+    dual_clip: float | None = key(None, "bound c > 1 on the loss of negative advantages (default: off)", gt=1)
+    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"] = key(
+        "token_mean",
+        "how token losses become one number; always over the whole update, never per micro-batch",
+    )
+    divisor_tokens: int | None = key(
+        None,
+        "reduction 'constant': divisor of every sequence's sum (default: rollout.max_new_tokens)",
+        "tokens",
+        ge=1,
+    )
+    kl_coefficient: float = key(
+        0.0, "weight of the KL to the reference model; 0: no reference is loaded", ge=0
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "k3", "estimator of the KL; k1-as-loss has no expected gradient"
+    )
+    kl_placement: Literal["loss", "reward"] = key(
+        "loss", "add the KL to the loss, or subtract it from each token's reward"
+    )
+    entropy_coefficient: float = key(0.0, "weight of the entropy bonus", ge=0)
+    mask_truncated: bool = key(False, "leave responses cut at max_new_tokens out of the loss")
+    gap_warn: float = key(
+        0.1, "warn when rollout and trainer log-probabilities differ by more on average", "nats", gt=0
+    )
+    gap_stop: float | None = key(
+        None, "stop the run at this average difference (default: never)", "nats", gt=0
+    )
+
+
+class CriticConfig(Section):
+    path: str | None = key(None, "model the critic starts from (default: model.path)")
+    learning_rate: float = key(1e-5, "peak learning rate of the critic", gt=0)
+    value_clip: float | None = key(0.2, "clip of the value change in the value loss; null: off", gt=0)
+    warmup_steps: int = key(0, "steps in which only the critic learns", "steps", ge=0)
+
+
+class ReferenceConfig(Section):
+    path: str | None = key(None, "frozen reference model (default: the actor as it starts)")
+
+
+class TrainConfig(Section):
+    steps: int | None = key(
+        None, "steps of the run; for sft: optimizer updates (default: train.epochs)", "steps", ge=1
+    )
+    epochs: float = key(1.0, "passes over the data set, when train.steps is not given", "epochs", gt=0)
+    prompts_per_step: int = key(32, "prompts per rollout step", "prompts", ge=1)
+    samples_per_update: int | None = key(
+        None,
+        "samples per optimizer update (default: all of the step, so one update; sft: 32)",
+        "samples",
+        ge=1,
+    )
+    passes_per_step: int = key(1, "times each step's samples are gone through (PPO epochs)", "passes", ge=1)
+    tokens_per_microbatch: int = key(16384, "token budget of one forward and backward pass", "tokens", ge=1)
+    microbatches_per_update: int | None = key(
+        None,
+        "split each update into this many micro-batches instead of by token budget",
+        "micro-batches",
+        ge=1,
+    )
+    learning_rate: float = key(1e-6, "peak learning rate of the actor", gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = key(
+        "constant", "learning rate after warm-up, counted in updates"
+    )
+    min_learning_rate_fraction: float = key(
+        0.0, "share of the peak that linear and cosine end at", ge=0, le=1
+    )
+    warmup_updates: int = key(0, "updates over which the learning rate rises from 0", "updates", ge=0)
+    weight_decay: float = key(0.0, "AdamW weight decay (matrices only, no biases or norms)", ge=0)
+    adam_beta1: float = key(0.9, "AdamW beta 1", ge=0, lt=1)
+    adam_beta2: float = key(0.999, "AdamW beta 2", ge=0, lt=1)
+    adam_epsilon: float = key(1e-8, "AdamW epsilon", gt=0)
+    max_grad_norm: float | None = key(1.0, "global gradient norm is clipped to this; null: off", gt=0)
+    offload_optimizer: bool = key(False, "keep optimizer state in CPU memory between updates")
+    max_skipped_updates: int = key(10, "stop after so many non-finite updates in a row", "updates", ge=1)
+
+
+class ClusterConfig(Section):
+    """On one device these have one allowed value each; they exist so that the same file grows to many devices."""
+
+    num_gpus: int | None = key(
+        None, "GPUs of the run: 0 or 1 in this version (default: what run.device finds)", "GPUs", ge=0
+    )
+    communication_backend: Literal["auto", "nccl", "gloo"] = key("auto", "no effect on one device")
+    hybrid_engine_mode: Literal["optimized"] = key(
+        "optimized", "optimized: trainer and rollout share one set of weights"
+    )
+    tp: int = key(1, "tensor parallel degree: 1 in this version", ge=1)
+    pp: int = key(1, "pipeline parallel degree: 1 in this version", ge=1)
+    dp: int = key(1, "data parallel degree: 1 in this version", ge=1)
+
+
+class Config(Section):
+    """A whole run. Sections given as a single string set their first key (`model: Qwen/Qwen2.5-0.5B`)."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorthand(cls, raw: Any) -> Any:
+        if isinstance(raw, dict):
+            return {
+                k: {SHORTHAND[k]: v} if isinstance(v, str) and k in SHORTHAND else v for k, v in raw.items()
+            }
+        return raw
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.train.prompts_per_step * self.rollout.samples_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of the actor in one step."""
+        per_update = self.train.samples_per_update or self.samples_per_step
+        return self.train.passes_per_step * (self.samples_per_step // per_update)
+
+
+def violations(config: Config, command: Literal["train", "sft", "eval"] = "train") -> list[str]:
+    """Everything wrong with a configuration that can be known without touching data or model, all at once."""
+    out: list[str] = []
+    c = config
+    if c.model.path is None:
+        out.append("model.path: not given; set it to a Hugging Face folder, a hub id or a .gguf file")
+    if command != "eval" and c.data.path is None:
+        out.append(
+            "data.path: not given; set it to a data set id, a .jsonl/.csv/.parquet file or file.py:function"
+        )
+    if command == "eval" and c.eval.path is None and c.data.path is None:
+        out.append("eval.path: not given; set it to the held-out data set")
+    if command in ("train", "eval") and c.reward.function is None and c.reward.model is None:
+        out.append("reward.function: not given; set it to path/to/file.py:function (or set reward.model)")
+    if command == "train":
+        out += step_violations(c, grouped=c.algorithm.name == "grpo")
+    if c.data.template is not None and c.data.prompt is not None:
+        out.append("data.prompt: not used, because data.template is given; drop one of them")
+    if "" in c.rollout.stop:
+        out.append("rollout.stop: an empty text would end every response at once; remove it")
+    if c.rollout.min_new_tokens > c.rollout.max_new_tokens:
+        out.append(
+            f"rollout.min_new_tokens: {c.rollout.min_new_tokens} is more than rollout.max_new_tokens"
+            f" ({c.rollout.max_new_tokens})"
+        )
+    for name in ("tp", "pp", "dp"):
+        if getattr(c.cluster, name) > 1:
+            out.append(
+                f"cluster.{name}: {getattr(c.cluster, name)} needs several devices; this version runs on one (use 1)"
+            )
+    if c.cluster.num_gpus is not None and c.cluster.num_gpus > 1:
+        out.append(
+            f"cluster.num_gpus: {c.cluster.num_gpus} was asked for; this version runs on one device (use 0 or 1)"
+        )
+    if c.cluster.num_gpus == 0 and c.run.device.startswith("cuda"):
+        out.append("cluster.num_gpus: 0 contradicts run.device 'cuda'; drop one of them")
+    return out
+
+
+def step_violations(c: Config, *, grouped: bool) -> list[str]:
+    """Batch arithmetic and settings that contradict each other; `grouped` when samples of a prompt are compared."""
+    out: list[str] = []
+    a, per_update = c.algorithm, c.train.samples_per_update
+    if grouped and c.rollout.samples_per_prompt == 1:
+        out.append(
+            "rollout.samples_per_prompt: grpo compares the samples of a prompt with each other and needs at least 2"
+            " (a group of one has no spread)"
+        )
+    if per_update is not None and c.samples_per_step % per_update:
+        out.append(
+            f"train.samples_per_update: {per_update} does not divide the step's {c.samples_per_step} samples"
+            f" (train.prompts_per_step {c.train.prompts_per_step} x rollout.samples_per_prompt"
+            f" {c.rollout.samples_per_prompt})"
+        )
+    per_update = per_update or c.samples_per_step
+    if c.train.microbatches_per_update is not None and c.train.microbatches_per_update > per_update:
+        out.append(
+            f"train.microbatches_per_update: {c.train.microbatches_per_update} micro-batches cannot be filled from"
+            f" the {per_update} samples of an update"
+        )
+    if grouped and a.kl_placement == "reward" and a.kl_coefficient > 0:
+        out.append("algorithm.kl_placement: 'reward' needs per-token rewards, which grpo has not; use 'loss'")
+    if a.divisor_tokens is not None and a.reduction != "constant":
+        out.append(
+            f"algorithm.divisor_tokens: only used by reduction 'constant', but the reduction is '{a.reduction}'"
+        )
+    if c.reference.path is not None and a.kl_coefficient == 0:
+        out.append(
+            "reference.path: given, but algorithm.kl_coefficient is 0, so it would never be used; set one of them"
+        )
+    if (
+        c.rollout.max_sequence_tokens is not None
+        and c.rollout.max_new_tokens >= c.rollout.max_sequence_tokens
+    ):
+        out.append(
+            f"rollout.max_new_tokens: {c.rollout.max_new_tokens} leaves no room for a prompt in"
+            f" rollout.max_sequence_tokens ({c.rollout.max_sequence_tokens})"
+        )
+    return out

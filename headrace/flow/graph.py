@@ -1,0 +1,94 @@
+"""A flow: named stages and the edges between them. Describing one starts nothing; `compile()` checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headrace.config import Config
+from headrace.rewards.stage import RewardStage
+from headrace.roles.role import Role
+from headrace.stages import StageSpec, column_stage, spec_of
+
+if TYPE_CHECKING:
+    from headrace.flow.compile import CompiledFlow
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One node. `settings` are the keyword arguments given for its configuration sections."""
+
+    name: str
+    function: Callable[..., Any]
+    spec: StageSpec
+    depends_on: tuple[str, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def role(self) -> Role | None:
+        """The role whose method this stage is, if it is one."""
+        owner = getattr(self.function, "__self__", None)
+        return owner if isinstance(owner, Role) else None
+
+
+class Flow:
+    """A dataflow of stages over one batch, from prompts to an updated model.
+
+    Example:
+        flow = Flow("my_grpo")
+        rollout = flow.add_stage("rollout", actor.generate, samples_per_prompt=8)
+        reward = flow.add_stage("reward", score, depends_on=rollout)
+        advantage = flow.add_stage("advantage", grpo_advantages, depends_on=reward)
+        flow.add_stage("update", actor.update, depends_on=advantage)
+        flow.compile().run(dataset, steps=100)
+    """
+
+    def __init__(self, name: str, config: Config | None = None) -> None:
+        self.name = name
+        self.config = config.model_copy(deep=True) if config is not None else Config()
+        self.stages: list[Stage] = []
+        self.notes: list[str] = []  # violations noticed while describing; reported by compile()
+
+    def add_stage(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        depends_on: Stage | str | Sequence[Stage | str] | None = None,
+        *,
+        reads: Sequence[str] | None = None,
+        writes: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> Stage:
+        """Adds a stage and returns it, to be named in `depends_on` of later ones.
+
+        `function` is a role's method (`actor.generate`), a function declared with `@stage`, a function of columns
+        (give `reads` and `writes`), or any other callable, which is taken as a reward function: its first argument
+        is the completion, further ones name columns. `settings` are keys of the stage's configuration sections.
+        """
+        depends = [depends_on] if isinstance(depends_on, Stage | str) else list(depends_on or [])
+        names = tuple(d.name if isinstance(d, Stage) else d for d in depends)
+        spec = spec_of(function)
+        if spec is None and (reads is not None or writes is not None):
+            function = column_stage(function, tuple(reads or ()), tuple(writes or ()))
+        elif spec is None:
+            function = RewardStage(function)
+        elif reads is not None or writes is not None:
+            self.notes.append(
+                f"stage '{name}': reads and writes are already declared by the function; leave them out"
+            )
+        declared = spec_of(function)
+        if declared is None:
+            raise TypeError(f"stage '{name}': {function!r} cannot be used as a stage")
+        added = Stage(name, function, declared, names, dict(settings))
+        self.stages.append(added)
+        return added
+
+    def compile(self, cluster: Any = None) -> CompiledFlow:
+        """Checks the whole flow and returns what can be run. Raises ConfigError with all violations at once.
+
+        `cluster` must be None: this version runs in the calling process, on one device.
+        """
+        from headrace.flow.compile import compile_flow
+
+        return compile_flow(self, cluster)

@@ -1,0 +1,252 @@
+"""The one training loop: every mode (grpo, ppo, sft, a user's own flow) is this loop over its stages."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.config import Config
+from headrace.config_load import config_to_yaml
+from headrace.data.batch import Batch
+from headrace.data.loader import Loader, all_batches
+from headrace.errors import RunError
+from headrace.flow.compile import CompiledFlow
+from headrace.flow.execute import execute
+from headrace.flow.interrupt import Interrupted, InterruptGuard
+from headrace.flow.source import PreparedData, prepare_data
+from headrace.observe.log import RunLogger
+from headrace.observe.metrics import MetricSums
+from headrace.observe.progress import Progress, make_progress
+from headrace.observe.run_dir import RunDirectory
+from headrace.roles.actor import Actor
+from headrace.stages import StageContext
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Evaluation:
+    """A flow of rollout and reward over a held-out data set, run before, during and after training."""
+
+    flow: CompiledFlow
+    dataset: Any
+    every_steps: int = 0
+
+
+@dataclass
+class RunResult:
+    """What a run left behind. `evaluations` maps a step (0: before the first) to its metrics."""
+
+    directory: Path
+    steps: int
+    metrics: dict[str, float]
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    interrupted: bool = False
+    model: Path | None = None
+
+
+def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
+    """See CompiledFlow.run."""
+    config = flow.config
+    data = prepare_data(flow, dataset)
+    held_out = prepare_data(evaluation.flow, evaluation.dataset, key="eval") if evaluation else None
+    loader = Loader(
+        data.dataset,
+        data.rows_per_step,
+        shuffle=config.data.shuffle,
+        seed=config.run.seed,
+        key=data.rows_key,
+    )
+    total = steps or config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
+    directory = RunDirectory.create(
+        config.run.dir, config.run.name, overwrite=config.run.overwrite, prefix=flow.name
+    )
+    directory.write_config(config_to_yaml(config))
+    torch.manual_seed(config.run.seed)
+    prepare_roles(flow, total)
+    if evaluation is not None:
+        prepare_roles(evaluation.flow, total, skip=flow.roles)
+    run = _Run(flow, loader, data, total, directory, evaluation, held_out)
+    return run.go()
+
+
+def prepare_roles(flow: CompiledFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
+    """Loads every role of the flow; the one that generates comes first, since others may copy it."""
+    passed = list(skip)
+    for role in sorted(flow.roles, key=lambda r: not isinstance(r, Actor)):
+        if role not in passed:
+            updates = total_steps * (flow.config.updates_per_step if flow.generates else 1)
+            role.prepare(
+                flow.config, total_updates=updates, trains=flow.trains(role), supervised=flow.supervised
+            )
+
+
+class _Run:
+    """The state of one run while it goes."""
+
+    def __init__(
+        self,
+        flow: CompiledFlow,
+        loader: Loader,
+        data: PreparedData,
+        total_steps: int,
+        directory: RunDirectory,
+        evaluation: Evaluation | None,
+        held_out: PreparedData | None,
+    ) -> None:
+        self.flow, self.loader, self.data = flow, loader, data
+        self.total_steps, self.directory = total_steps, directory
+        self.evaluation, self.held_out = evaluation, held_out
+        self.result = RunResult(directory.path, 0, {})
+
+    @property
+    def config(self) -> Config:
+        return self.flow.config
+
+    def go(self) -> RunResult:
+        c = self.config.run
+        progress = make_progress(c.progress, self.total_steps, f"{self.flow.name}: {self.directory.path}")
+        log = RunLogger(
+            self.directory, tensorboard=c.tensorboard, samples_per_step=c.samples_per_step, seed=c.seed
+        )
+        with InterruptGuard() as guard, log, progress:
+            try:
+                self._evaluate(0, log, progress, guard)
+                for step in range(1, self.total_steps + 1):
+                    self._step(step, log, progress, guard)
+            except Interrupted:
+                self.result.interrupted = True
+            self._save(progress)
+        return self.result
+
+    def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
+        started = time.perf_counter()
+        context = StageContext(self.config, step, self.total_steps, MetricSums())
+        batch = execute(self.flow, self.loader.next(), context, progress, guard)
+        m = context.metrics
+        m.add("time/step_s", time.perf_counter() - started)
+        m.add("train/step", step)
+        m.add("data/epoch", self.loader.epoch)
+        _memory_metrics(m)
+        evaluation = self._due_evaluation(step, progress, guard)
+        metrics = m.means() | evaluation
+        log.log(step, metrics)
+        if self.flow.generates:
+            log.log_samples(step, sample_records(batch))
+        progress.update(step, metrics)
+        self.result.steps, self.result.metrics = step, metrics
+        self._watch_gap(step, metrics, progress)
+
+    def _watch_gap(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+        gap, a = metrics.get("gap/abs_logprob_mean"), self.config.algorithm
+        if gap is None:
+            return
+        if a.gap_stop is not None and gap > a.gap_stop:
+            self._save(progress)
+            raise RunError(
+                f"step {step}: rollout and trainer log-probabilities differ by {gap:.3g} nats on average, above"
+                f" algorithm.gap_stop ({a.gap_stop}); the model is saved in {self.result.model}"
+            )
+        if gap > a.gap_warn:
+            logger.warning(
+                "step %d: rollout and trainer log-probabilities differ by %.3g nats on average (algorithm.gap_warn %.3g)",
+                step,
+                gap,
+                a.gap_warn,
+            )
+
+    def _due_evaluation(self, step: int, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
+        e = self.evaluation
+        if e is None:
+            return {}
+        due = step == self.total_steps or (e.every_steps > 0 and step % e.every_steps == 0)
+        return self._run_evaluation(step, progress, guard) if due else {}
+
+    def _evaluate(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
+        if self.evaluation is not None:
+            metrics = self._run_evaluation(step, progress, guard)
+            log.log(step, metrics)
+            progress.update(step, metrics)
+
+    def _run_evaluation(self, step: int, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
+        if self.evaluation is None or self.held_out is None:
+            return {}
+        metrics, _ = evaluate(self.evaluation.flow, self.held_out, step, progress, guard)
+        self.result.evaluations[step] = metrics
+        return metrics
+
+    def _save(self, progress: Progress) -> None:
+        if not self.config.run.save_final:
+            return
+        for role in self.flow.roles:
+            if isinstance(role, Actor) and self.flow.trains(role):
+                progress.stage("save", None)
+                self.result.model = role.save(self.directory.model)
+
+
+def evaluate(
+    flow: CompiledFlow, data: PreparedData, step: int, progress: Progress, guard: InterruptGuard
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Runs an evaluation flow over every row of `data` exactly once; returns its metrics and all its samples."""
+    sums, samples = MetricSums(), []
+    started = time.perf_counter()
+    batches = list(all_batches(data.dataset, data.rows_per_step))
+    for number, prompts in enumerate(batches):
+        context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
+        batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
+        sums.merge(context.metrics)
+        samples += sample_records(batch)
+    sums.add("time/eval_s", time.perf_counter() - started)
+    metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}
+    return metrics, samples
+
+
+def run_evaluation(flow: CompiledFlow, dataset: Any) -> tuple[RunDirectory, dict[str, float]]:
+    """`headrace eval`: scores every row once; all samples go to samples.jsonl of a run directory."""
+    config = flow.config
+    data = prepare_data(flow, dataset, key="eval")
+    directory = RunDirectory.create(
+        config.run.dir, config.run.name, overwrite=config.run.overwrite, prefix="eval"
+    )
+    directory.write_config(config_to_yaml(config))
+    prepare_roles(flow, 1)
+    progress = make_progress(config.run.progress, 1, f"eval: {directory.path}")
+    log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=config.run.seed)
+    with InterruptGuard() as guard, log, progress:
+        metrics, samples = evaluate(flow, data, 0, progress, guard)
+        log.log(0, metrics)
+        log.log_samples(0, samples)
+    return directory, metrics
+
+
+def sample_records(batch: Batch) -> list[dict[str, Any]]:
+    """What samples.jsonl keeps of each row."""
+    rewards = batch["reward"].tolist() if "reward" in batch else [None] * batch.num_rows
+    return [
+        {
+            "prompt_id": int(batch["prompt_id"][r]),
+            "sample_index": int(batch["sample_index"][r]),
+            "prompt": batch["prompt"][r],
+            "completion": batch["completion"][r],
+            "reward": rewards[r],
+            "finish_reason": batch["finish_reason"][r],
+            "num_tokens": int(batch["num_tokens"][r]),
+        }
+        for r in range(batch.num_rows)
+    ]
+
+
+def _memory_metrics(metrics: MetricSums) -> None:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics.add("memory/peak_resident_bytes", peak * (1 if sys.platform == "darwin" else 1024))
+    if torch.cuda.is_available():
+        metrics.add("memory/peak_device_bytes", torch.cuda.max_memory_allocated())

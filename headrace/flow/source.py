@@ -1,0 +1,91 @@
+"""The data a flow starts from: rows turned into prompts or supervised sequences, checked before weights are read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.config import Config
+from headrace.data.dataset import HFDataset, load_rows
+from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
+from headrace.errors import ConfigError
+from headrace.flow.compile import CompiledFlow
+from headrace.roles.role import LanguageModelRole
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PreparedData:
+    """`rows_key` is the setting behind `rows_per_step`."""
+
+    dataset: PromptDataset | SFTDataset
+    rows_per_step: int
+    rows_key: str
+
+
+def prepare_data(flow: CompiledFlow, dataset: Any, key: str = "data") -> PreparedData:
+    """Tokenises the data set for the role that reads it. Raises ConfigError naming the key, file and row.
+
+    `dataset` is an HFDataset, or anything HFDataset takes (a path, a list of rows, a callable).
+    """
+    config = flow.config
+    source = dataset if isinstance(dataset, HFDataset) else HFDataset(dataset)
+    role = next((r for r in flow.roles if isinstance(r, LanguageModelRole)), None)
+    if role is None:
+        raise ConfigError(f"flow '{flow.name}' has no language model to read the data with")
+    own = source.config
+    rows = load_rows(
+        source.source, subset=own.subset, split=own.split, limit_rows=own.limit_rows, key=f"{key}.path"
+    )
+    problems = flow.check_data(set(rows.columns))
+    if problems:
+        raise ConfigError(problems)
+    options = config.data.model_copy(update=own.model_dump(exclude_unset=True, exclude=SOURCE_KEYS))
+    limit = sequence_limit(config, role)
+    if flow.supervised:
+        builder = PromptBuilder(role.tokenizer, options)
+        sequences = SFTDataset.build(rows, builder, max_sequence_tokens=limit, key=key)
+        per_update = config.train.samples_per_update or SUPERVISED_ROWS
+        return PreparedData(sequences, per_update, "train.samples_per_update")
+    room = min(options.max_prompt_tokens, limit - config.rollout.max_new_tokens)
+    if room < 1:
+        raise ConfigError(
+            f"rollout.max_new_tokens: {config.rollout.max_new_tokens} leaves no room for a prompt in the"
+            f" {limit} tokens a sequence may have (rollout.max_sequence_tokens, or the model's positions)"
+        )
+    builder = PromptBuilder(role.tokenizer, options, room)
+    prompts = PromptDataset.build(rows, builder, key=key)
+    return PreparedData(prompts, config.train.prompts_per_step, "train.prompts_per_step")
+
+
+SOURCE_KEYS = {"path", "subset", "split", "limit_rows"}  # where rows come from, not how they become prompts
+SUPERVISED_ROWS = 32  # sequences per update where train.samples_per_update is not given
+
+
+def sequence_limit(config: Config, role: LanguageModelRole) -> int:
+    """Tokens a whole sequence may have: rollout.max_sequence_tokens, or what the model's positions allow."""
+    limits = [config.rollout.max_sequence_tokens, position_limit(role)]
+    return min((n for n in limits if n is not None), default=1 << 30)
+
+
+def position_limit(role: LanguageModelRole) -> int | None:
+    """The model's longest sequence, read from its config.json without its weights (None: not stated)."""
+    if role.is_loaded:
+        return role.model.max_positions
+    path = str(role.model_config.path)
+    if path.endswith(".gguf"):
+        return None
+    from transformers import AutoConfig
+
+    from headrace.models.hf import first_line
+
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=role.model_config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        where = "folder" if Path(path).exists() else "no such folder here, and as a hub id"
+        raise ConfigError(f"model.path: '{path}' ({where}) cannot be read: {first_line(error)}") from error
+    value = getattr(found.get_text_config(), "max_position_embeddings", None)
+    return int(value) if value else None

@@ -1,0 +1,178 @@
+"""Log-probabilities and entropy of tokens without ever holding the logits of all of them.
+
+Shapes: T tokens, H hidden size, V vocabulary, C tokens of a chunk, A tokens with a gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headrace.models.causal_lm import OutputHead
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: OutputHead,
+    targets: Tensor,
+    temperature: float = 1.0,
+    chunk_bytes: int = 64 << 20,
+    with_entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Natural-log probability of each target token, and the entropy (nats) of the distribution it came from.
+
+    With z = softcap(hidden @ weight.T + bias) / temperature:  logprob = z[target] - logsumexp(z)  and
+    H = -sum_i p_i log p_i.  Both outputs are differentiable once in hidden, head.weight and head.bias:
+    d logprob / dz_i = 1[i = target] - p_i  and  dH / dz_i = -p_i (log p_i + H).
+
+    hidden [T, H]; targets [T] int64 in [0, V), on the same device; returns (logprobs [T], entropy [T] or
+    None). The logits have hidden's dtype, as in `OutputHead.logits`; the softmax and both outputs are
+    float32, or float64 where hidden is float64. Forward and backward walk over chunks whose logits take about
+    `chunk_bytes` (at least one token a chunk; a handful of tensors of that size are alive at once) and the
+    backward pass computes them again. The gradients of weight and bias are summed over chunks in float32 and
+    cast at the end. A token whose incoming gradients are both 0 costs nothing in the backward pass.
+
+    Raises ValueError when shapes do not fit or `temperature` or `chunk_bytes` is not positive.
+    """
+    if hidden.dim() != 2 or targets.shape != hidden.shape[:1] or head.weight.shape[1:] != hidden.shape[1:]:
+        raise ValueError(
+            "token_logprobs wants hidden [T, H], targets [T] and head.weight [V, H]; got"
+            f" {tuple(hidden.shape)}, {tuple(targets.shape)} and {tuple(head.weight.shape)}"
+        )
+    if not temperature > 0:
+        raise ValueError(f"temperature must be above 0, not {temperature}")
+    if chunk_bytes <= 0:
+        raise ValueError(f"chunk_bytes must be above 0, not {chunk_bytes}")
+    logprobs, entropy = _ChunkedLogprobs.apply(
+        hidden, head.weight, head.bias, targets, head.softcap, temperature, chunk_bytes, with_entropy
+    )
+    return logprobs, entropy
+
+
+def _softmax_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+def _chunk_tokens(vocab: int, dtype: torch.dtype, chunk_bytes: int) -> int:
+    return max(1, chunk_bytes // (vocab * dtype.itemsize))
+
+
+def _capped_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None) -> Tensor:
+    """[C, H] → [C, V], before temperature, in the softmax dtype. A fresh tensor: callers overwrite it."""
+    logits = F.linear(hidden, weight, bias).to(_softmax_dtype(hidden))
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _negative_entropy_terms(logp: Tensor) -> Tensor:
+    """p log p [C, V] from log p [C, V]; a logit of -inf contributes 0, not NaN. Clamps `logp` in place."""
+    logp.clamp_(min=torch.finfo(logp.dtype).min)
+    return logp.exp().mul_(logp)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        temperature: float,
+        chunk_bytes: int,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.softcap, ctx.temperature, ctx.chunk_bytes = softcap, temperature, chunk_bytes
+        ctx.set_materialize_grads(False)
+        tokens = hidden.shape[0]
+        dtype = _softmax_dtype(hidden)
+        logprobs = torch.empty(tokens, dtype=dtype, device=hidden.device)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        step = _chunk_tokens(weight.shape[0], dtype, chunk_bytes)
+        for start in range(0, tokens, step):
+            chunk = slice(start, start + step)
+            z = _capped_logits(hidden[chunk], weight, bias, softcap).div_(temperature)
+            z.sub_(z.logsumexp(-1, keepdim=True))
+            logprobs[chunk] = z.gather(1, targets[chunk, None]).squeeze(1)
+            if entropy is not None:
+                entropy[chunk] = -_negative_entropy_terms(z).sum(-1)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        dtype = _softmax_dtype(hidden)
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if wants_weight else None
+        grad_bias = torch.zeros(bias.shape, dtype=dtype, device=weight.device) if wants_bias else None
+
+        incoming = [g for g in (grad_logprobs, grad_entropy) if g is not None]
+        step = _chunk_tokens(weight.shape[0], dtype, ctx.chunk_bytes)
+        for active in _tokens_with_gradient(incoming).split(step):
+            own_hidden = hidden[active]
+            grad_logits = _grad_logits(
+                _capped_logits(own_hidden, weight, bias, ctx.softcap),
+                targets[active],
+                None if grad_logprobs is None else grad_logprobs[active],
+                None if grad_entropy is None else grad_entropy[active],
+                ctx.softcap,
+                ctx.temperature,
+            )
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[active] = grad_logits @ weight
+            if grad_weight is not None:
+                grad_weight += grad_logits.T @ own_hidden
+
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 5,
+        )
+
+
+def _tokens_with_gradient(incoming: list[Tensor]) -> Tensor:
+    """[A] int64: tokens with a gradient other than 0 (NaN counts, so that it is not lost)."""
+    if not incoming:
+        return torch.empty(0, dtype=torch.int64)
+    nonzero = torch.stack([g != 0 for g in incoming]).any(0)
+    return nonzero.nonzero().flatten()
+
+
+def _grad_logits(
+    capped: Tensor,
+    targets: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+    softcap: float | None,
+    temperature: float,
+) -> Tensor:
+    """Gradient [C, V] with respect to the raw logits, from softcapped logits [C, V] (overwritten)."""
+    # d softcap(x) / dx = 1 - tanh(x / softcap)^2
+    slope = None if softcap is None else 1 - (capped / softcap).square_()
+    logp = capped.div_(temperature)
+    logp.sub_(logp.logsumexp(-1, keepdim=True))
+    if grad_entropy is None:
+        grad = torch.zeros_like(logp)
+    else:
+        grad = _negative_entropy_terms(logp)
+        entropy = -grad.sum(-1, keepdim=True)
+        grad.add_(logp.exp().mul_(entropy)).mul_(-grad_entropy[:, None])
+    if grad_logprobs is not None:
+        grad.sub_(logp.exp_().mul_(grad_logprobs[:, None]))
+        rows = torch.arange(len(targets), device=targets.device)
+        grad[rows, targets] += grad_logprobs
+    grad.div_(temperature)
+    return grad if slope is None else grad.mul_(slope)

@@ -1,0 +1,120 @@
+"""What a run leaves on disk while it goes: metrics.jsonl, samples.jsonl and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from headrace.errors import RunError
+from headrace.observe.metrics import check_names
+from headrace.observe.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class JsonLines:
+    """A file of one JSON object a line, each appended whole or not at all and visible to readers at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._drop_unfinished_line()
+
+    def _drop_unfinished_line(self) -> None:
+        """A run killed inside a write leaves half a line; a new one must not be glued to it."""
+        whole = self.path.read_bytes().rfind(b"\n") + 1
+        if whole < self.path.stat().st_size:
+            self._file.truncate(whole)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Raises RunError when the disk is full (the file keeps its whole lines)."""
+        text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+        # a lone surrogate from broken decoding has no UTF-8; its backslash escape is what JSON would write
+        line = text.encode("utf-8", errors="backslashreplace") + b"\n"
+        size = self.path.stat().st_size
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            self._file.truncate(size)
+            raise RunError(f"{self.path}: cannot write ({error.strerror})") from error
+        if written != len(line):
+            self._file.truncate(size)
+            raise RunError(f"{self.path}: cannot write (the disk is full)")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RunLogger:
+    """Appends each step's metrics and some of its samples to the run directory; a context manager."""
+
+    def __init__(
+        self, run_dir: RunDirectory, *, tensorboard: bool = True, samples_per_step: int = 4, seed: int = 0
+    ) -> None:
+        """`samples_per_step` samples of each step are kept, drawn from (seed, step)."""
+        self.run_dir = run_dir
+        self._samples_per_step = samples_per_step
+        self._seed = seed
+        self._metrics = JsonLines(run_dir.metrics)
+        self._samples = JsonLines(run_dir.samples)
+        self._tensorboard: SummaryWriter | None = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(run_dir.tensorboard))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line `{"step", "time", metric: value, ...}`; a value that is not finite becomes null.
+
+        Raises ValueError for an undocumented metric name (nothing is written), RunError on a full disk.
+        """
+        check_names(metrics)
+        values = {name: float(value) for name, value in metrics.items()}
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        self._metrics.append({"step": step, "time": now, **values})
+        if self._tensorboard is not None:
+            for name, value in values.items():
+                self._tensorboard.add_scalar(name, value, step)
+            self._tensorboard.flush()
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Writes `samples_per_step` of the samples (values must be what JSON can hold), in their order."""
+        kept = min(self._samples_per_step, len(samples))
+        chosen = random.Random(f"{self._seed}/{step}").sample(range(len(samples)), kept)
+        for index in sorted(chosen):
+            self._samples.append({"step": step, **samples[index]})
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._samples.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> RunLogger:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None for every float that JSON has no number for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

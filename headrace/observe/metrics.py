@@ -1,0 +1,278 @@
+"""Every metric a run can log, documented once, and the sums that pool them over micro-batches and workers.
+
+`python -m headrace.observe.metrics > docs/metrics.md` writes the page that documents them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Number = float | Tensor
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One documented metric; a `<part>` in the name stands for any text without `/` or spaces."""
+
+    name: str
+    unit: str
+    meaning: str
+
+
+_BUILT_IN = (
+    Metric("train/step", "steps", "The step just finished, counted from 1."),
+    Metric("reward/mean", "reward", "Mean reward of the step's samples."),
+    Metric("reward/std", "reward", "Standard deviation of the step's rewards."),
+    Metric("reward/max", "reward", "Highest reward of the step."),
+    Metric("reward/min", "reward", "Lowest reward of the step."),
+    Metric("reward/part/<name>", "reward", "Mean of one named part, when a reward function returns parts."),
+    Metric(
+        "reward/excluded_fraction", "fraction", "Samples without a usable reward, left out of their group."
+    ),
+    Metric(
+        "reward/zero_spread_group_fraction",
+        "fraction",
+        "Prompts whose samples all got the same reward: they teach a group-normalised algorithm nothing.",
+    ),
+    Metric("rollout/response_tokens_mean", "tokens", "Mean length of a response, end token included."),
+    Metric("rollout/response_tokens_max", "tokens", "Longest response of the step."),
+    Metric("rollout/prompt_tokens_mean", "tokens", "Mean length of a prompt."),
+    Metric("rollout/truncated_fraction", "fraction", "Responses cut at rollout.max_new_tokens."),
+    Metric("rollout/tokens_per_s", "tokens/s", "Response tokens generated per second of the rollout stage."),
+    Metric("rollout/samples", "samples", "Responses generated in the step."),
+    Metric("rollout/tokens", "tokens", "Response tokens generated in the step."),
+    Metric("actor/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms together."),
+    Metric("actor/policy_loss", "loss", "The clipped policy-gradient loss alone."),
+    Metric(
+        "actor/kl", "nats", "KL of the policy to the reference, per response token, before its coefficient."
+    ),
+    Metric("actor/entropy", "nats", "Mean entropy of the policy's next-token distribution."),
+    Metric("actor/ratio_mean", "ratio", "Mean probability ratio of the new to the old policy; 1 on-policy."),
+    Metric("actor/clip_fraction", "fraction", "Response tokens whose loss was clipped."),
+    Metric("actor/dual_clip_fraction", "fraction", "Response tokens bounded by algorithm.dual_clip."),
+    Metric("actor/grad_norm", "norm", "Global gradient norm of the actor before clipping."),
+    Metric("actor/learning_rate", "rate", "Learning rate of the actor's last update."),
+    Metric("actor/updates", "updates", "Optimizer updates of the actor in the step."),
+    Metric("actor/skipped_updates", "updates", "Actor updates left out because a gradient was not finite."),
+    Metric("critic/loss", "loss", "Value loss of the critic."),
+    Metric("critic/clip_fraction", "fraction", "Response tokens whose value change was clipped."),
+    Metric("critic/grad_norm", "norm", "Global gradient norm of the critic before clipping."),
+    Metric("critic/learning_rate", "rate", "Learning rate of the critic's last update."),
+    Metric(
+        "critic/explained_variance",
+        "ratio",
+        "1 - Var(return - value) / Var(return): 1 is a perfect critic, 0 a constant, below 0 is harmful.",
+    ),
+    Metric("critic/value_mean", "reward", "Mean value over response tokens."),
+    Metric("critic/updates", "updates", "Optimizer updates of the critic in the step."),
+    Metric("critic/skipped_updates", "updates", "Critic updates left out because a gradient was not finite."),
+    Metric("advantage/mean", "advantage", "Mean advantage over response tokens."),
+    Metric("advantage/std", "advantage", "Standard deviation of the advantage over response tokens."),
+    Metric(
+        "gap/abs_logprob_mean",
+        "nats",
+        "Mean absolute difference of rollout and trainer log-probabilities of the sampled tokens.",
+    ),
+    Metric("gap/abs_logprob_max", "nats", "Largest such difference in the step."),
+    Metric(
+        "gap/kl", "nats", "KL of the rollout to the trainer distribution, estimated on the sampled tokens."
+    ),
+    Metric(
+        "gap/ratio_mean",
+        "ratio",
+        "Mean of trainer over rollout probability of the sampled tokens; 1 without a gap.",
+    ),
+    Metric("gap/tokens", "tokens", "Sampled tokens the gap was measured on."),
+    Metric("sft/loss", "nats", "Mean negative log-likelihood of a target token."),
+    Metric("sft/perplexity", "ratio", "exp of sft/loss."),
+    Metric("sft/tokens", "tokens", "Target tokens trained on in the update."),
+    Metric("sft/grad_norm", "norm", "Global gradient norm before clipping."),
+    Metric("sft/learning_rate", "rate", "Learning rate of the update."),
+    Metric("sft/updates", "updates", "Optimizer updates in the step."),
+    Metric("sft/skipped_updates", "updates", "Updates left out because a gradient was not finite."),
+    Metric("eval/accuracy", "fraction", "Held-out responses with a reward of at least 1."),
+    Metric("eval/reward_mean", "reward", "Mean reward of held-out responses."),
+    Metric("eval/part/<name>", "reward", "Mean of one named part of the reward on held-out responses."),
+    Metric("eval/response_tokens_mean", "tokens", "Mean length of a held-out response."),
+    Metric("eval/truncated_fraction", "fraction", "Held-out responses cut at rollout.max_new_tokens."),
+    Metric("eval/rows", "rows", "Held-out rows that were evaluated, each once."),
+    Metric("data/epoch", "epochs", "Passes over the data set so far, with fraction."),
+    Metric("data/prompts_dropped", "prompts", "Prompts over data.max_prompt_tokens that were dropped."),
+    Metric("data/prompts_truncated", "prompts", "Prompts over data.max_prompt_tokens that were cut."),
+    Metric("time/step_s", "s", "Wall-clock time of the whole step."),
+    Metric("time/eval_s", "s", "Wall-clock time of the evaluation."),
+    Metric("time/<stage>_s", "s", "Wall-clock time of one stage of the step."),
+    Metric("memory/peak_device_bytes", "bytes", "Highest memory allocated on the device in the step."),
+    Metric("memory/peak_resident_bytes", "bytes", "Highest resident memory of the process so far."),
+    Metric("memory/resident_bytes", "bytes", "Resident memory of the process at the end of the step."),
+)
+
+METRICS: dict[str, Metric] = {metric.name: metric for metric in _BUILT_IN}
+
+
+def register(name: str, unit: str, meaning: str) -> Metric:
+    """Documents a metric of your own, such as one a user-written stage emits; a `<part>` matches any text.
+
+    Raises ValueError when `name` is not of the form `area/name`, or already means something else.
+    """
+    if not re.fullmatch(r"[a-z][\w.-]*(/[\w.<>-]+)+", name):
+        raise ValueError(f"metric name '{name}': write it as area/name, such as tools/calls_mean")
+    if not unit or not meaning:
+        raise ValueError(f"metric '{name}': give its unit and its meaning")
+    metric = Metric(name, unit, meaning)
+    if METRICS.setdefault(name, metric) != metric:
+        raise ValueError(f"metric '{name}' is already registered with unit '{METRICS[name].unit}'")
+    describe.cache_clear()
+    return metric
+
+
+@cache
+def describe(name: str) -> Metric:
+    """The documentation of a metric by its emitted name. Raises ValueError naming an undocumented one."""
+    if name in METRICS:
+        return METRICS[name]
+    for metric in METRICS.values():
+        pattern = re.sub(r"<[^>]*>", r"[^/\\s]+", re.escape(metric.name))
+        if "<" in metric.name and re.fullmatch(pattern, name):
+            return metric
+    raise ValueError(
+        f"metric '{name}' is not documented: add it to headrace/observe/metrics.py, or call "
+        f"headrace.observe.metrics.register('{name}', unit, meaning)"
+    )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for the first name that is not documented."""
+    for name in names:
+        describe(name)
+
+
+class MetricSums:
+    """Metrics pooled over micro-batches and workers: a mean is the sum of totals over the sum of counts.
+
+    So 3 of 12 and 3 of 4 pool to 6/16 = 0.375, not to the mean of the two means. Tensors stay on their
+    device until `means()`, so that adding never waits for the device. A name is a mean, a total or a maximum,
+    not two of them. Every method raises ValueError for an undocumented name, for a name used in two of these
+    ways and for a tensor of several values.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, Literal["mean", "total", "maximum"]] = {}
+        self._values: dict[str, Number] = {}
+        self._counts: dict[str, Number] = {}
+
+    def add(self, name: str, total: Number, count: Number = 1) -> None:
+        """Adds to a mean: a total over `count` tokens, samples or updates.
+
+        The count may be 0 where it is added apart from the total, as for a loss whose micro-batches add up to
+        one value per update. Raises ValueError for a negative count.
+        """
+        if not isinstance(count, Tensor) and count < 0:
+            raise ValueError(f"metric '{name}': count {count} is negative")
+        self._sum(name, "mean", total)
+        self._counts[name] = self._counts.get(name, 0.0) + _scalar(name, count)
+
+    def add_total(self, name: str, value: Number) -> None:
+        """Adds to a sum that is divided by nothing, such as a number of tokens."""
+        self._sum(name, "total", value)
+
+    def add_max(self, name: str, value: Number) -> None:
+        """Keeps the largest value; NaN wins over every number."""
+        self._claim(name, "maximum")
+        value = _scalar(name, value)
+        self._values[name] = _larger(self._values[name], value) if name in self._values else value
+
+    def merge(self, other: MetricSums) -> None:
+        """Pools the sums of another micro-batch or worker into these."""
+        for name, kind in other._kinds.items():
+            if kind == "mean":
+                self.add(name, other._values[name], other._counts[name])
+            elif kind == "total":
+                self.add_total(name, other._values[name])
+            else:
+                self.add_max(name, other._values[name])
+
+    def means(self) -> dict[str, float]:
+        """Means, totals and maxima as Python floats; a mean over a count of 0 is absent, never NaN.
+
+        Waits for the device, once.
+        """
+        numbers = _to_floats([*self._values.values(), *self._counts.values()])
+        values = dict(zip(self._values, numbers, strict=False))
+        counts = dict(zip(self._counts, numbers[len(self._values) :], strict=True))
+        return {
+            name: value / counts.get(name, 1.0) for name, value in values.items() if counts.get(name, 1.0) > 0
+        }
+
+    def _claim(self, name: str, kind: Literal["mean", "total", "maximum"]) -> None:
+        describe(name)
+        if self._kinds.setdefault(name, kind) != kind:
+            raise ValueError(f"metric '{name}' is a {self._kinds[name]}; it cannot be a {kind} as well")
+
+    def _sum(self, name: str, kind: Literal["mean", "total"], value: Number) -> None:
+        self._claim(name, kind)
+        self._values[name] = self._values.get(name, 0.0) + _scalar(name, value)
+
+
+def _scalar(name: str, value: Number) -> Number:
+    """The value as a Python float or as a detached 0-dimensional float64 tensor on its own device."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(f"metric '{name}': give one value, not a tensor of shape {tuple(value.shape)}")
+    return value.detach().reshape(()).to(torch.float64)
+
+
+def _larger(a: Number, b: Number) -> Number:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
+        a, b = (torch.as_tensor(x, dtype=torch.float64, device=device) for x in (a, b))
+        return torch.maximum(a, b)
+    return b if b > a or math.isnan(b) else a
+
+
+def _to_floats(values: list[Number]) -> list[float]:
+    """Copies all tensors of a device to the host together, so that there is one wait per device."""
+    out = [math.nan if isinstance(value, Tensor) else value for value in values]
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
+    for device in {tensor.device for tensor in tensors.values()}:
+        places = [i for i, tensor in tensors.items() if tensor.device == device]
+        for i, number in zip(places, torch.stack([tensors[i] for i in places]).tolist(), strict=True):
+            out[i] = number
+    return out
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Every metric of a run: one key of a `metrics.jsonl` line and one TensorBoard scalar each. A",
+        "`<part>` of a name stands for any name. Logging a name that is not listed here is an error; add",
+        "your own with `headrace.observe.metrics.register(name, unit, meaning)`. A metric that nothing was",
+        "measured for is absent, never NaN; one that was measured and is not finite is `null`. Means are",
+        "pooled: the sum over all tokens or samples of the step divided by their number, whatever the",
+        "micro-batches were.",
+        "",
+        "This page is written by `make docs` from `headrace/observe/metrics.py`.",
+    ]
+    area = ""
+    for metric in _BUILT_IN:
+        if metric.name.split("/")[0] != area:
+            area = metric.name.split("/")[0]
+            lines += ["", f"## {area}", "", "| name | unit | meaning |", "|---|---|---|"]
+        lines.append(f"| `{metric.name}` | {metric.unit} | {metric.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

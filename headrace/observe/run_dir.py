@@ -1,0 +1,110 @@
+"""The directory of a run: where its configuration, metrics, samples, checkpoints and model lie."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ConfigError, DataError
+
+
+class RunDirectory:
+    """`<parent>/<name>/`: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, model/."""
+
+    def __init__(self, path: str | Path) -> None:
+        """A handle on a directory that exists or that `create` makes; touches nothing."""
+        self.path = Path(path)
+        self.config = self.path / "config.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.tensorboard = self.path / "tensorboard"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def create(
+        cls, parent: str | Path, name: str | None, *, overwrite: bool = False, prefix: str = "run"
+    ) -> RunDirectory:
+        """Makes the directory, empty. Without a name: `<prefix>-<date>-<time>`, numbered when that is taken.
+
+        `overwrite` replaces a directory that is empty or that a run wrote (it holds config.yaml and
+        metrics.jsonl), and nothing else. Raises ConfigError naming run.name, run.overwrite or run.dir.
+        """
+        if name is None:
+            return cls._create_numbered(Path(parent), f"{prefix}-{datetime.now():%Y%m%d-%H%M%S}")
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise ConfigError(
+                f"run.name: '{name}' must be a plain folder name; set run.dir to choose the place"
+            )
+        run = cls(Path(parent) / name)
+        if run._make():
+            return run
+        if not overwrite:
+            raise ConfigError(
+                f"run.name: {run.path} exists already; choose another name, or set run.overwrite=true to"
+                " replace it"
+            )
+        if not run.is_replaceable():
+            raise ConfigError(
+                f"run.overwrite: {run.path} is not the directory of a run (no config.yaml and metrics.jsonl"
+                " in it), so it is not deleted; choose another run.name"
+            )
+        shutil.rmtree(run.path)
+        run._make()
+        return run
+
+    @classmethod
+    def _create_numbered(cls, parent: Path, stem: str) -> RunDirectory:
+        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        return next(run for run in (cls(parent / name) for name in names) if run._make())
+
+    def _make(self) -> bool:
+        """False when the path exists already. Simultaneous launches cannot both get True."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot create {self.path.parent} ({error.strerror})") from error
+        try:
+            self.path.mkdir()
+        except FileExistsError:
+            return False
+        except OSError as error:
+            raise ConfigError(f"run.dir: cannot create {self.path} ({error.strerror})") from error
+        return True
+
+    def is_replaceable(self) -> bool:
+        """True for an empty directory or one that a run wrote; never for a link or a file."""
+        if self.path.is_symlink() or not self.path.is_dir():
+            return False
+        return (self.config.is_file() and self.metrics.is_file()) or not any(self.path.iterdir())
+
+    def write_config(self, yaml_text: str) -> None:
+        """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory."""
+        self.config.write_text(yaml_text, encoding="utf-8")
+        self.metrics.touch()
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The logged steps in order; a last line that a killed run left unfinished is not one of them.
+
+        Raises DataError when there is no metrics.jsonl, or a line that is not a JSON object.
+        """
+        if not self.metrics.is_file():
+            raise DataError(f"{self.metrics}: no such file; give the directory of a run (run.dir/run.name)")
+        steps: list[dict[str, Any]] = []
+        with self.metrics.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith("\n"):
+                    break
+                try:
+                    steps.append(json.loads(line))
+                except ValueError as error:
+                    raise DataError(f"{self.metrics}, line {number}: not JSON ({error})") from error
+        return steps

@@ -1,0 +1,76 @@
+"""The reward stage of a flow: a user's function over completions and data columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headrace.config import RewardConfig
+from headrace.data.batch import Batch
+from headrace.rewards.functions import RewardFunction
+from headrace.stages import StageContext, StageSpec
+
+
+class RewardStage:
+    """Writes `reward` (float64 [R]; NaN where the function returned None) and one `reward/part/<name>` metric a part.
+
+    `add_model_score` adds column `reward_model_score` to it.
+    """
+
+    def __init__(
+        self,
+        function: str | Callable[..., Any] | None,
+        *,
+        settings: RewardConfig | None = None,
+        add_model_score: bool = False,
+    ) -> None:
+        concurrency = (settings or RewardConfig()).max_concurrency
+        self.function = (
+            None if function is None else RewardFunction.resolve(function, max_concurrency=concurrency)
+        )
+        self.add_model_score = add_model_score
+        reads = ("completion", *(("reward_model_score",) if add_model_score else ()))
+        self.__stage_spec__ = StageSpec(reads=reads, writes=("reward",))
+        self.__name__ = "reward"
+
+    def check(self, columns: set[str]) -> list[str]:
+        """Violations of what the function asks for, given the columns there will be."""
+        return self.function.check(columns) if self.function is not None else []
+
+    def __call__(self, batch: Batch, context: StageContext) -> dict[str, Any]:
+        rewards = torch.zeros(batch.num_rows, dtype=torch.float64)
+        if self.function is not None:
+            columns = {
+                name: column.tolist() if isinstance(column, torch.Tensor) else column
+                for name, column in batch.rows.items()
+            }
+            result = self.function.score(columns, batch.num_rows)
+            rewards = torch.tensor(
+                [float("nan") if r is None else float(r) for r in result.rewards], dtype=torch.float64
+            )
+            for name, values in result.parts.items():
+                given = [float(v) for v in values if v is not None]
+                prefix = "eval" if context.evaluation else "reward"
+                context.metrics.add(f"{prefix}/part/{name}", sum(given), len(given))
+        if self.add_model_score:
+            rewards = rewards + batch["reward_model_score"].double()
+        _reward_metrics(rewards, context)
+        return {"reward": rewards}
+
+
+def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
+    m, valid = context.metrics, rewards[~torch.isnan(rewards)]
+    total, count = float(valid.sum()), valid.numel()
+    if context.evaluation:
+        m.add("eval/reward_mean", total, count)
+        m.add("eval/accuracy", float((valid >= 1.0).sum()), count)
+        m.add_total("eval/rows", len(rewards))
+        return
+    m.add("reward/mean", total, count)
+    m.add("reward/excluded_fraction", len(rewards) - count, len(rewards))
+    if count:
+        m.add("reward/std", float(valid.std(correction=0)), 1)
+        m.add_max("reward/max", float(valid.max()))
+        m.add("reward/min", float(valid.min()), 1)

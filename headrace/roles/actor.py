@@ -1,0 +1,221 @@
+"""The actor: the policy that generates and learns. Rollout and training hold the same weights."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.algorithms.gap import logprob_gap
+from headrace.algorithms.reduction import token_weights
+from headrace.checkpoint.export import save_hf_folder
+from headrace.config import Config
+from headrace.data.batch import Batch
+from headrace.errors import RunError
+from headrace.roles.role import LanguageModelRole, make_engine, optimizer_settings, update_batches
+from headrace.rollout.engine import Completion, Request, SamplingParams, sample_seed
+from headrace.rollout.native.engine import NativeEngine
+from headrace.stages import StageContext, stage
+from headrace.training.policy_loss import PolicyLoss, rollout_reference
+from headrace.training.value_loss import SupervisedLoss
+
+EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
+
+
+class Actor(LanguageModelRole):
+    name = "actor"
+    _rollout: NativeEngine | None = None
+
+    def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
+        settings = optimizer_settings(
+            config, learning_rate=config.train.learning_rate, total_updates=total_updates
+        )
+        self._engine = make_engine(
+            self.model,
+            config,
+            prefix="sft" if supervised else "actor",
+            optimizer=settings if trains else None,
+        )
+        r = config.rollout
+        self._rollout = NativeEngine(
+            self.model,
+            max_concurrent_sequences=r.max_concurrent_sequences,
+            block_tokens=r.kv_block_tokens,
+            kv_cache_tokens=r.kv_cache_tokens,
+        )
+
+    @stage(
+        reads=("prompt_ids", "prompt_id"),
+        writes=(
+            "input_ids",
+            "response_mask",
+            "rollout_logprobs",
+            "group_id",
+            "sample_index",
+            "completion",
+            "completion_ids",
+            "finish_reason",
+            "num_tokens",
+        ),
+        sections=("rollout",),
+        makes_rows=True,
+    )
+    def generate(self, batch: Batch, context: StageContext) -> Batch:
+        """Prompts [P rows] → P x samples_per_prompt rows of prompt + response, with the sampled log-probabilities."""
+        if self._rollout is None:
+            raise RuntimeError("actor: prepare() has not been called")
+        sampling, n = sampling_params(context.config, context.evaluation)
+        step = EVALUATION_STEP if context.evaluation else context.step
+        prompt_ids, identities = batch["prompt_ids"], batch["prompt_id"].tolist()
+        requests = [
+            Request(tuple(ids), tuple(sample_seed(context.config.run.seed, step, who, i) for i in range(n)))
+            for ids, who in zip(prompt_ids, identities, strict=True)
+        ]
+        total = len(requests) * n
+        started = time.perf_counter()
+        completions = self._rollout.generate(
+            requests, sampling, lambda finished, tokens: context.on_progress(finished / total)
+        )
+        elapsed = time.perf_counter() - started
+        rows = self._assemble(batch, completions, n, truncates=sampling.truncates)
+        _rollout_metrics(rows, prompt_ids, elapsed, context)
+        return rows
+
+    def _assemble(
+        self, prompts: Batch, completions: list[list[Completion]], n: int, truncates: bool
+    ) -> Batch:
+        owners = [p for p in range(prompts.num_rows) for _ in range(n)]
+        flat = [c for group in completions for c in group]
+        texts = self.tokenizer.batch_decode([c.token_ids for c in flat], skip_special_tokens=True)
+        heads = [list(prompts["prompt_ids"][p]) for p in owners]
+        columns = {
+            "input_ids": [h + c.token_ids for h, c in zip(heads, flat, strict=True)],
+            "response_mask": [
+                [False] * len(h) + [True] * len(c.token_ids) for h, c in zip(heads, flat, strict=True)
+            ],
+            "rollout_logprobs": [[0.0] * len(h) + c.logprobs for h, c in zip(heads, flat, strict=True)],
+        }
+        if truncates:
+            columns["rollout_untruncated_logprobs"] = [
+                [0.0] * len(h) + c.untruncated_logprobs for h, c in zip(heads, flat, strict=True)
+            ]
+        dtypes = {"input_ids": torch.int64, "response_mask": torch.bool}
+        dtypes |= {name: torch.float32 for name in columns if name.endswith("logprobs")}
+        rows: dict[str, Any] = dict(prompts.without_columns(["prompt_ids"]).select(owners).rows)
+        rows |= {
+            "group_id": torch.tensor(owners),
+            "sample_index": torch.arange(len(flat)) % n,
+            "completion": list(texts),
+            "completion_ids": [c.token_ids for c in flat],
+            "finish_reason": [c.finish_reason for c in flat],
+            "num_tokens": torch.tensor([len(c.token_ids) for c in flat]),
+        }
+        return Batch.from_rows(columns, rows, dtypes)
+
+    @stage(reads=("input_ids", "response_mask"), writes=("logprobs",), optional=("rollout_logprobs",))
+    def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
+        """The trainer's own log-probabilities of the sampled tokens, before this step's updates."""
+        out = self.engine.outputs(batch)
+        if out.logprobs is not None and "rollout_logprobs" in batch:
+            context.metrics.merge(logprob_gap(out.logprobs, rollout_reference(batch), batch["response_mask"]))
+        return {"logprobs": out.logprobs}
+
+    @stage(
+        reads=("input_ids", "response_mask", "rollout_logprobs", "advantages"),
+        optional=("loss_mask", "logprobs", "reference_logprobs"),
+        sections=("train", "algorithm"),
+    )
+    def update(self, batch: Batch, context: StageContext) -> None:
+        """One or more optimizer updates on the step's samples (train.samples_per_update, train.passes_per_step)."""
+        config = context.config
+        if config.algorithm.name == "ppo" and context.step <= config.critic.warmup_steps:
+            return
+        batch = with_loss_mask(batch)
+        updates = update_batches(batch, context)
+        if len(updates) > 1 and "logprobs" not in batch:
+            # several updates need the log-probabilities from before the first
+            batch = batch.with_columns(self.logprobs(batch, context))
+            updates = update_batches(batch, context)
+        measure_gap = "logprobs" not in batch
+        loss = PolicyLoss(config.algorithm, measure_gap=measure_gap)
+        for number, part in enumerate(updates):
+            weights = token_weights(
+                part["loss_mask"],
+                part.offsets,
+                config.algorithm.reduction,
+                divisor_tokens=config.algorithm.divisor_tokens or config.rollout.max_new_tokens,
+            )
+            context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
+            context.on_progress((number + 1) / len(updates))
+        self._count_updates(context)
+
+    @stage(reads=("input_ids", "response_mask"), sections=("train",))
+    def supervised_update(self, batch: Batch, context: StageContext) -> None:
+        """One supervised update: mean negative log-likelihood over all response tokens of the batch."""
+        weights = token_weights(batch["response_mask"], batch.offsets, "token_mean")
+        context.metrics.merge(
+            self.engine.update(batch.with_columns({"loss_weight": weights}), SupervisedLoss())
+        )
+        context.metrics.add_total("sft/tokens", int(batch["response_mask"].sum()))
+        self._count_updates(context)
+
+    def _count_updates(self, context: StageContext) -> None:
+        optimizer = self.engine.optimizer
+        if optimizer is None or self._rollout is None:
+            raise RunError(f"{self.name}: this model is frozen and cannot be updated")
+        self._rollout.weight_version = optimizer.updates
+        context.metrics.add(f"{self.engine.prefix}/updates", optimizer.updates, 1)
+        context.metrics.add(f"{self.engine.prefix}/skipped_updates", optimizer.skipped, 1)
+
+    def save(self, path: str | Path) -> Path:
+        """Writes the model and tokenizer as a Hugging Face folder."""
+        return save_hf_folder(self.model, Path(path))
+
+
+def sampling_params(config: Config, evaluation: bool) -> tuple[SamplingParams, int]:
+    """Sampling settings and samples per prompt, of training or of evaluation."""
+    r = config.rollout
+    plain = SamplingParams(
+        max_new_tokens=r.max_new_tokens,
+        min_new_tokens=r.min_new_tokens,
+        stop=tuple(r.stop),
+        stop_token_ids=tuple(r.stop_token_ids),
+    )
+    if evaluation:
+        return replace(plain, temperature=config.eval.temperature), config.eval.samples_per_prompt
+    sampled = replace(plain, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
+    return sampled, r.samples_per_prompt
+
+
+def with_loss_mask(batch: Batch) -> Batch:
+    """Advantages as a token column and a loss mask, for flows whose advantage stage gives one value a row."""
+    columns: dict[str, Any] = {}
+    if "advantages" in batch.rows:
+        per_row = torch.as_tensor(batch["advantages"], dtype=torch.float32)
+        columns["advantages"] = per_row[batch.row_ids()]
+        batch = batch.without_columns(["advantages"])
+    if "loss_mask" not in batch:
+        columns["loss_mask"] = batch["response_mask"]
+    return batch.with_columns(columns) if columns else batch
+
+
+def _rollout_metrics(
+    rows: Batch, prompt_ids: list[tuple[int, ...]], elapsed_s: float, context: StageContext
+) -> None:
+    m, total, lengths = context.metrics, rows.num_rows, rows["num_tokens"]
+    tokens = int(lengths.sum())
+    truncated = sum(reason == "length" for reason in rows["finish_reason"])
+    if context.evaluation:
+        m.add("eval/response_tokens_mean", tokens, total)
+        m.add("eval/truncated_fraction", truncated, total)
+        return
+    m.add("rollout/response_tokens_mean", tokens, total)
+    m.add_max("rollout/response_tokens_max", int(lengths.max()))
+    m.add("rollout/prompt_tokens_mean", sum(len(p) for p in prompt_ids), len(prompt_ids))
+    m.add("rollout/truncated_fraction", truncated, total)
+    m.add("rollout/tokens_per_s", tokens / max(elapsed_s, 1e-9), 1)
+    m.add_total("rollout/samples", total)
+    m.add_total("rollout/tokens", tokens)

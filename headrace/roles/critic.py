@@ -1,0 +1,105 @@
+"""The critic: estimates, before each response token, the return that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.algorithms.reduction import token_weights
+from headrace.config import Config, ModelConfig
+from headrace.data.batch import Batch
+from headrace.models.causal_lm import ScalarModel
+from headrace.models.heads import critic_from, load_scalar_model
+from headrace.models.hf import resolve_device, resolve_dtype
+from headrace.roles.role import LanguageModelRole, Role, make_engine, optimizer_settings, update_batches
+from headrace.stages import StageContext, stage
+from headrace.training.torch_engine import TorchEngine
+from headrace.training.value_loss import ValueLoss
+
+
+class Critic(Role):
+    """Starts from `model.path`, or, with `start`, from a copy of that role's transformer; values start at 0."""
+
+    name = "critic"
+
+    def __init__(
+        self, model: ModelConfig, device: str = "auto", start: LanguageModelRole | None = None
+    ) -> None:
+        super().__init__(model, device)
+        self.start = start
+        self._model: ScalarModel | None = None
+        self._engine: TorchEngine | None = None
+
+    def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
+        if self._model is None:
+            c = self.model_config
+            if self.start is not None:
+                self._model = critic_from(self.start.model, c.gradient_checkpointing)
+            else:
+                device = resolve_device(self.device_name)
+                self._model = load_scalar_model(
+                    str(c.path),
+                    key="critic.path",
+                    device=device,
+                    dtype=resolve_dtype(c.dtype, device),
+                    trust_remote_code=c.trust_remote_code,
+                    gradient_checkpointing=c.gradient_checkpointing,
+                    needs_head=False,
+                )
+        settings = optimizer_settings(
+            config, learning_rate=config.critic.learning_rate, total_updates=total_updates
+        )
+        self._engine = make_engine(
+            self._model, config, prefix="critic", optimizer=settings if trains else None
+        )
+
+    @property
+    def engine(self) -> TorchEngine:
+        if self._engine is None:
+            raise RuntimeError("critic: prepare() has not been called")
+        return self._engine
+
+    @stage(reads=("input_ids", "response_mask"), writes=("values",))
+    def values(self, batch: Batch, context: StageContext) -> dict[str, Any]:
+        """values[t]: the expected return before token t is seen."""
+        values = self.engine.outputs(batch).values
+        if values is not None:
+            mask = batch["response_mask"]
+            context.metrics.add("critic/value_mean", float(values[mask].sum()), int(mask.sum()))
+        return {"values": values}
+
+    @stage(
+        reads=("input_ids", "response_mask", "values", "returns", "loss_mask"), sections=("critic", "train")
+    )
+    def update(self, batch: Batch, context: StageContext) -> None:
+        """Value updates on the step's samples; token mean over the whole update."""
+        mask, returns, values = batch["loss_mask"], batch["returns"], batch["values"]
+        _explained_variance(context, returns[mask], values[mask])
+        loss = ValueLoss(context.config.critic.value_clip)
+        updates = update_batches(batch, context)
+        for number, part in enumerate(updates):
+            weights = token_weights(part["loss_mask"], part.offsets, "token_mean")
+            context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
+            context.on_progress((number + 1) / len(updates))
+        optimizer = self.engine.optimizer
+        if optimizer is not None:
+            context.metrics.add("critic/updates", optimizer.updates, 1)
+            context.metrics.add("critic/skipped_updates", optimizer.skipped, 1)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the critic as a Hugging Face sequence-classification folder."""
+        from headrace.checkpoint.export import save_hf_folder
+
+        save_hf_folder(self.engine.model, Path(path))
+
+
+def _explained_variance(context: StageContext, returns: torch.Tensor, values: torch.Tensor) -> None:
+    """1 - Var(return - value) / Var(return); left out where the returns do not vary."""
+    if returns.numel() < 2:
+        return
+    spread = returns.double().var()
+    if spread > 0:
+        explained = 1 - (returns.double() - values.double()).var() / spread
+        context.metrics.add("critic/explained_variance", float(explained), 1)

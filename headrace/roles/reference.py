@@ -1,0 +1,38 @@
+"""The reference: a frozen policy that the actor is kept close to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config import Config, ModelConfig
+from headrace.data.batch import Batch
+from headrace.models.causal_lm import CausalLM
+from headrace.models.hf import copy_causal_lm
+from headrace.roles.role import LanguageModelRole, make_engine
+from headrace.stages import StageContext, stage
+
+
+class Reference(LanguageModelRole):
+    """`start` makes it a copy of another role's weights as they are when the run starts."""
+
+    name = "reference"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        device: str = "auto",
+        loaded: CausalLM | None = None,
+        start: LanguageModelRole | None = None,
+    ) -> None:
+        super().__init__(model, device, loaded)
+        self.start = start
+
+    def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
+        if self._model is None and self.start is not None:
+            self._model = copy_causal_lm(self.start.model)
+        self._engine = make_engine(self.model, config, prefix="reference", optimizer=None)
+
+    @stage(reads=("input_ids", "response_mask"), writes=("reference_logprobs",))
+    def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
+        """Log-probabilities of the sampled tokens under the frozen model, at the rollout temperature."""
+        return {"reference_logprobs": self.engine.outputs(batch).logprobs}

@@ -1,0 +1,134 @@
+"""A role: one model of the dataflow (actor, critic, reference, reward model) with the stages it offers.
+
+A role is described first and loaded later, so that a flow can be checked before any weights are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headrace.config import Config, ModelConfig
+from headrace.data.batch import Batch
+from headrace.data.prompt_builder import use_chat_template
+from headrace.models.causal_lm import CausalLM
+from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from headrace.stages import StageContext
+from headrace.training.optimizer import OptimizerSettings
+from headrace.training.torch_engine import TorchEngine
+
+
+class Role:
+    """Base of all roles. `name` prefixes its metrics and its errors."""
+
+    name = "role"
+
+    def __init__(self, model: ModelConfig, device: str = "auto") -> None:
+        self.model_config = model
+        self.device_name = device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.model_config.path})"
+
+    def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
+        """Loads the model and, when the flow `trains` this role, makes its optimizer. Called once before a run."""
+        raise NotImplementedError
+
+
+class LanguageModelRole(Role):
+    """A role with a language-model head: actor and reference."""
+
+    def __init__(self, model: ModelConfig, device: str = "auto", loaded: CausalLM | None = None) -> None:
+        super().__init__(model, device)
+        self._model = loaded
+        self._tokenizer: Any = loaded.tokenizer if loaded is not None else None
+        self._engine: TorchEngine | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._model is not None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer alone, without the weights; with `model.chat_template` applied."""
+        if self._tokenizer is None:
+            c = self.model_config
+            self._tokenizer = load_tokenizer(c.tokenizer or str(c.path), c.trust_remote_code)
+            if c.chat_template is not None:
+                use_chat_template(self._tokenizer, c.chat_template)
+        return self._tokenizer
+
+    @property
+    def model(self) -> CausalLM:
+        """The loaded model (loading it on first use)."""
+        if self._model is None:
+            c = self.model_config
+            device = resolve_device(self.device_name)
+            self._model = load_causal_lm(
+                str(c.path),
+                tokenizer=c.tokenizer,
+                device=device,
+                dtype=resolve_dtype(c.dtype, device),
+                trust_remote_code=c.trust_remote_code,
+                gradient_checkpointing=c.gradient_checkpointing,
+            )
+            self._model.tokenizer = self.tokenizer
+        return self._model
+
+    @property
+    def engine(self) -> TorchEngine:
+        if self._engine is None:
+            raise RuntimeError(f"{self.name}: prepare() has not been called")
+        return self._engine
+
+
+def make_engine(
+    model: Any, config: Config, *, prefix: str, optimizer: OptimizerSettings | None
+) -> TorchEngine:
+    return TorchEngine(
+        model,
+        prefix=prefix,
+        temperature=config.rollout.temperature if prefix != "sft" else 1.0,
+        tokens_per_microbatch=config.train.tokens_per_microbatch,
+        microbatches_per_update=config.train.microbatches_per_update,
+        max_skipped_updates=config.train.max_skipped_updates,
+        optimizer=optimizer,
+    )
+
+
+def optimizer_settings(config: Config, *, learning_rate: float, total_updates: int) -> OptimizerSettings:
+    t = config.train
+    return OptimizerSettings(
+        learning_rate=learning_rate,
+        schedule=t.schedule,
+        min_learning_rate_fraction=t.min_learning_rate_fraction,
+        warmup_updates=t.warmup_updates,
+        total_updates=total_updates,
+        weight_decay=t.weight_decay,
+        adam_beta1=t.adam_beta1,
+        adam_beta2=t.adam_beta2,
+        adam_epsilon=t.adam_epsilon,
+        max_grad_norm=t.max_grad_norm,
+        offload=t.offload_optimizer,
+    )
+
+
+def update_batches(batch: Batch, context: StageContext) -> list[Batch]:
+    """The step's rows cut into one batch per optimizer update: every pass in its own seeded order.
+
+    A step of a single update keeps the rows' order.
+    """
+    config = context.config
+    per_update = config.train.samples_per_update or batch.num_rows
+    parts = max(1, round(batch.num_rows / per_update))
+    out: list[Batch] = []
+    for pass_number in range(config.train.passes_per_step):
+        if parts == 1:
+            out.append(batch)
+            continue
+        generator = torch.Generator().manual_seed(
+            (config.run.seed * 1_000_003 + context.step) * 101 + pass_number
+        )
+        out += batch.select(torch.randperm(batch.num_rows, generator=generator)).split(parts)
+    return out

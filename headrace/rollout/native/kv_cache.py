@@ -1,0 +1,127 @@
+"""The paged key/value cache: fixed-size blocks of token slots, handed out by a reference-counting allocator.
+
+Shapes: N blocks, S slots a block, K key/value heads, D head size. Slot `block * S + i` holds one token.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from headrace.errors import RunError
+
+FREE_MEMORY_SHARE = 0.25  # of the memory free when `generate` starts; the trainer's activations need the rest
+
+
+class BlockAllocator:
+    """Hands out block numbers 0 … N - 1 and counts who holds each. Holds no tensors."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(
+            range(num_blocks - 1, -1, -1)
+        )  # last in, first out: few distinct blocks get touched
+        self._holders = [0] * num_blocks
+        self.peak_used = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one holder each. Raises RunError when there are fewer free ones."""
+        if count > len(self._free):
+            raise RunError(f"the KV cache was asked for {count} blocks and has {len(self._free)} free")
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._holders[block] = 1
+        self.peak_used = max(self.peak_used, self.num_used)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more holder for each block."""
+        for block in blocks:
+            self._check_held(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less for each block; a block nobody holds is free again."""
+        for block in blocks:
+            self._check_held(block)
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
+    def _check_held(self, block: int) -> None:
+        if self._holders[block] < 1:
+            raise RunError(f"KV cache block {block} is used after it was freed")
+
+
+class PagedKVCache:
+    """Keys and values of every layer, [N, S, K, D] each, in dtype and device of the first key written.
+
+    A layer's pool appears with its first `write`, so layers may differ in heads and head size. Pools start as
+    zeros: a masked slot must hold a finite number, since 0 * NaN is NaN.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores key and value [T, K, D] in `slots` [T] (int64); returns the layer's pools, [N, S * K * D]."""
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            keys, values = self._pool(key), self._pool(value)
+            self._keys[layer], self._values[layer] = keys, values
+        keys.view(-1, key.shape[1] * key.shape[2]).index_copy_(0, slots, key.flatten(1))
+        values.view(-1, value.shape[1] * value.shape[2]).index_copy_(0, slots, value.flatten(1))
+        return keys, values
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies whole blocks (from, to) in every layer; all are read before any is written."""
+        if not pairs:
+            return
+        for pool in (*self._keys, *self._values):
+            if pool is not None:
+                index = torch.tensor(pairs, dtype=torch.int64).to(pool.device)
+                pool.index_copy_(0, index[:, 1], pool.index_select(0, index[:, 0]))
+
+    def release(self) -> None:
+        """Gives the memory back; the next `write` starts from zeros."""
+        self._keys = [None] * len(self._keys)
+        self._values = [None] * len(self._values)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in (*self._keys, *self._values) if p is not None)
+
+    def _pool(self, like: Tensor) -> Tensor:
+        width = self.block_size * like.shape[1] * like.shape[2]
+        return torch.zeros(self.num_blocks, width, dtype=like.dtype, device=like.device)
+
+
+def block_bytes(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    return 2 * num_layers * block_size * kv_heads * head_dim * dtype.itemsize
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory of `device` nobody uses (CUDA: what torch's allocator keeps idle included; CPU: free RAM)."""
+    if device.type == "cuda":
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
+    name = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,82 @@
+"""What a stage of a flow declares: the columns it reads and writes. A leaf, so that anything may declare a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from headrace.config import Config
+    from headrace.observe.metrics import MetricSums
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """The contract of a stage function `fn(batch, context) -> Batch | dict of columns | None`.
+
+    `reads` must exist before the stage runs, `optional` are used when they exist, `writes` exist afterwards.
+    `sections` are the configuration sections whose keys the stage accepts as keyword arguments of `add_stage`.
+    A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    sections: tuple[str, ...] = ()
+    makes_rows: bool = False
+
+
+@dataclass
+class StageContext:
+    """What a stage is told besides its batch."""
+
+    config: Config
+    step: int
+    total_steps: int
+    metrics: MetricSums
+    evaluation: bool = False
+    on_progress: Callable[[float], None] = field(default=lambda fraction: None)
+
+
+def stage(
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    optional: tuple[str, ...] = (),
+    sections: tuple[str, ...] = (),
+    makes_rows: bool = False,
+) -> Callable[[F], F]:
+    """Declares a function or method as a stage."""
+    spec = StageSpec(tuple(reads), tuple(writes), tuple(optional), tuple(sections), makes_rows)
+
+    def mark(function: F) -> F:
+        function.__stage_spec__ = spec  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def spec_of(function: Callable[..., Any]) -> StageSpec | None:
+    """The declaration of a stage function, or None for an ordinary function."""
+    found = getattr(function, "__stage_spec__", None)
+    return found if isinstance(found, StageSpec) else None
+
+
+def column_stage(
+    function: Callable[..., Any], reads: tuple[str, ...], writes: tuple[str, ...]
+) -> Callable[[Any, StageContext], Mapping[str, Any]]:
+    """Turns an ordinary function of columns, given by keyword, into a stage.
+
+    With one written column the function returns its values; with several, a mapping of them.
+    """
+
+    def run(batch: Any, context: StageContext) -> Mapping[str, Any]:
+        result = function(**{name: batch[name] for name in reads})
+        return result if isinstance(result, Mapping) else {writes[0]: result}
+
+    run.__stage_spec__ = StageSpec(reads=reads, writes=writes)  # type: ignore[attr-defined]
+    run.__name__ = getattr(function, "__name__", "function")
+    return run

@@ -1,0 +1,83 @@
+"""What the commands do: a configuration in, an exit code out. The trainers use the same functions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+from headrace.config import Config
+from headrace.data.dataset import HFDataset
+from headrace.flow.run import Evaluation, RunResult
+from headrace.roles.actor import Actor
+from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
+
+logger = logging.getLogger(__name__)
+
+
+def dataset_of(config: Config) -> HFDataset:
+    d = config.data
+    return HFDataset(str(d.path), split=d.split, subset=d.subset, limit_rows=d.limit_rows)
+
+
+def held_out_of(config: Config) -> HFDataset | None:
+    """The evaluation data set; columns, template and format are those of `data`."""
+    e = config.eval
+    if e.path is None:
+        return None
+    return HFDataset(e.path, split=e.split, subset=e.subset, limit_rows=e.limit_rows)
+
+
+def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None) -> RunResult:
+    """Builds the recipe's flow, checks it and runs it."""
+    flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
+    evaluation = None
+    if held_out is not None:
+        evaluation = Evaluation(
+            evaluation_flow(config, actor, reward).compile(), held_out, config.eval.every_steps
+        )
+    return flow.run(dataset, evaluation=evaluation)
+
+
+def run_train(config: Config) -> int:
+    actor = Actor(config.model, config.run.device)
+    result = train(config, actor, config.reward.function, dataset_of(config), held_out_of(config))
+    return finish(result)
+
+
+def run_sft(config: Config) -> int:
+    actor = Actor(config.model, config.run.device)
+    flow = sft_flow(config, actor).compile()
+    evaluation = None
+    held_out = held_out_of(config)
+    if held_out is not None and (config.reward.function or config.reward.model):
+        checked = evaluation_flow(config, actor, config.reward.function).compile()
+        evaluation = Evaluation(checked, held_out, config.eval.every_steps)
+    return finish(flow.run(dataset_of(config), evaluation=evaluation))
+
+
+def run_eval(config: Config) -> int:
+    """Prints the metrics as one JSON object on stdout; samples go to the run directory."""
+    from headrace.flow.run import run_evaluation
+
+    actor = Actor(config.model, config.run.device)
+    flow = evaluation_flow(config, actor, config.reward.function).compile()
+    directory, metrics = run_evaluation(flow, held_out_of(config) or dataset_of(config))
+    logger.info("samples: %s", directory.samples)
+    sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+    return 0
+
+
+def finish(result: RunResult) -> int:
+    """Says where everything is. Exit code 130 after Ctrl-C, as shells have it."""
+    for step, metrics in sorted(result.evaluations.items()):
+        if "eval/accuracy" in metrics:
+            logger.info("held-out accuracy after step %d: %.1f %%", step, 100 * metrics["eval/accuracy"])
+    logger.info("%d steps done; everything is in %s", result.steps, result.directory)
+    if result.model is not None:
+        logger.info("model: %s", result.model)
+    if result.interrupted:
+        logger.warning("stopped before the end, at the user's request, after step %d", result.steps)
+        return 130
+    return 0

@@ -1,0 +1,85 @@
+"""The recipes: each algorithm is a flow that fits on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headrace.algorithms.stages import gae_advantages, grpo_advantages
+from headrace.config import Config
+from headrace.flow.graph import Flow, Stage
+from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
+from headrace.roles.critic import Critic
+from headrace.roles.reference import Reference
+from headrace.roles.reward_model import RewardModel
+
+Reward = str | Callable[..., Any] | None
+
+
+def grpo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
+    """GRPO (Shao et al. 2024): rollout → reward (∥ reference) → group advantages → update."""
+    flow = Flow("grpo", config)
+    rollout = flow.add_stage("rollout", actor.generate)
+    needed = [add_reward(flow, config, actor, reward, rollout), *add_reference(flow, config, actor, rollout)]
+    advantage = flow.add_stage("advantage", grpo_advantages, depends_on=needed)
+    flow.add_stage("update", actor.update, depends_on=advantage)
+    return flow
+
+
+def ppo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
+    """PPO (Schulman et al. 2017; Ouyang et al. 2022): with a critic, GAE, and the KL in reward or loss."""
+    flow = Flow("ppo", config)
+    critic = make_critic(config, actor)
+    rollout = flow.add_stage("rollout", actor.generate)
+    needed = [add_reward(flow, config, actor, reward, rollout), *add_reference(flow, config, actor, rollout)]
+    needed.append(flow.add_stage("values", critic.values, depends_on=rollout))
+    needed.append(flow.add_stage("logprobs", actor.logprobs, depends_on=rollout))
+    advantage = flow.add_stage("advantage", gae_advantages, depends_on=needed)
+    flow.add_stage("critic", critic.update, depends_on=advantage)
+    flow.add_stage("update", actor.update, depends_on=advantage)
+    return flow
+
+
+def sft_flow(config: Config, actor: Actor) -> Flow:
+    """Supervised fine-tuning: the same engine and data, one stage."""
+    flow = Flow("sft", config)
+    flow.add_stage("update", actor.supervised_update)
+    return flow
+
+
+def evaluation_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
+    """Rollout and reward on held-out prompts."""
+    flow = Flow("eval", config)
+    rollout = flow.add_stage("rollout", actor.generate)
+    add_reward(flow, config, actor, reward, rollout)
+    return flow
+
+
+RECIPES: dict[str, Callable[[Config, Actor, Reward], Flow]] = {"grpo": grpo_flow, "ppo": ppo_flow}
+
+
+def add_reward(flow: Flow, config: Config, actor: Actor, reward: Reward, rollout: Stage) -> Stage:
+    """The reward stage, and before it the reward model's where one is configured."""
+    if config.reward.model is None:
+        return flow.add_stage("reward", RewardStage(reward, settings=config.reward), depends_on=rollout)
+    model = config.model.model_copy(update={"path": config.reward.model, "tokenizer": None})
+    scorer = RewardModel(model, config.run.device, actor_tokenizer=lambda: actor.tokenizer)
+    score = flow.add_stage("reward_model", scorer.score, depends_on=rollout)
+    combined = RewardStage(reward, settings=config.reward, add_model_score=True)
+    return flow.add_stage("reward", combined, depends_on=score)
+
+
+def add_reference(flow: Flow, config: Config, actor: Actor, rollout: Stage) -> list[Stage]:
+    """The reference stage, only where a KL needs it."""
+    if config.algorithm.kl_coefficient == 0:
+        return []
+    model = config.model.model_copy(update={"path": config.reference.path or config.model.path})
+    start = actor if config.reference.path is None else None
+    reference = Reference(model, config.run.device, start=start)
+    return [flow.add_stage("reference", reference.logprobs, depends_on=rollout)]
+
+
+def make_critic(config: Config, actor: Actor) -> Critic:
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path})
+    return Critic(model, config.run.device, start=actor if config.critic.path is None else None)

@@ -1,0 +1,137 @@
+"""The trainers: `RLTrainer`, `PPOTrainer` and `get_hf_model`, thin faces over one flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar, overload
+
+from headrace.config import Config, ModelConfig, violations
+from headrace.config_aliases import apply_aliases
+from headrace.config_load import from_mapping
+from headrace.data.dataset import HFDataset
+from headrace.errors import ConfigError
+from headrace.flow.run import RunResult
+from headrace.roles.actor import Actor
+from headrace.roles.critic import Critic
+from headrace.roles.reference import Reference
+from headrace.roles.role import Role
+from headrace.trainers.launch import dataset_of, held_out_of, train
+
+_ROLES: dict[str, type[Actor] | type[Reference] | type[Critic]] = {
+    "actor": Actor,
+    "reference": Reference,
+    "critic": Critic,
+}
+T = TypeVar("T", bound=Role)
+
+
+@overload
+def get_hf_model(path: str, role: Literal["actor"] = "actor", **keywords: Any) -> Actor: ...
+@overload
+def get_hf_model(path: str, role: Literal["reference"], **keywords: Any) -> Reference: ...
+@overload
+def get_hf_model(path: str, role: Literal["critic"], **keywords: Any) -> Critic: ...
+def get_hf_model(path: str, role: str = "actor", **keywords: Any) -> Role:
+    """A model for a role of a flow, described now and loaded when the run starts.
+
+    `path` is a Hugging Face folder, hub id or .gguf file. `keywords` are keys of the `model` section, and
+    `parallel_config`, `device_map`, `gpu_group`, `device`. Raises ConfigError for anything else.
+    """
+    if role not in _ROLES:
+        raise ConfigError(f"get_hf_model: role '{role}' is none of {', '.join(_ROLES)}")
+    model_keys = {k: v for k, v in keywords.items() if k in ModelConfig.model_fields}
+    others = {k: v for k, v in keywords.items() if k not in model_keys}
+    if "device" in others:
+        others["device_map"] = others.pop("device")
+    config = from_mapping(_merge(apply_aliases(others), {"model": {"path": path, **model_keys}}))
+    problems = [v for v in violations(config, "sft") if not v.startswith("data.")]
+    if problems:
+        raise ConfigError(problems)
+    return _ROLES[role](config.model, config.run.device)
+
+
+class RLTrainer:
+    """Trains `actor` with a reward function by a named algorithm.
+
+    Keywords are configuration keys, dotted or by the names tutorials use (see config_aliases.py), given here or
+    to `train`. Example:
+
+        trainer = RLTrainer(actor=get_hf_model("Qwen/Qwen2.5-0.5B-Instruct"), reward_fn=score, algorithm="grpo")
+        trainer.train(HFDataset("openai/gsm8k", split="train", subset="main"), rollout_batch_size=128)
+    """
+
+    algorithm = "grpo"
+
+    def __init__(
+        self,
+        actor: Actor | str | None = None,
+        reward_fn: str | Callable[..., Any] | None = None,
+        algorithm: str | None = None,
+        *,
+        eval_dataset: Any = None,
+        config: Config | Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        if isinstance(config, Config):
+            config = config.model_dump(exclude_unset=True)
+        self._base: dict[str, Any] = _merge(dict(config or {}), apply_aliases(keywords))
+        if algorithm is not None or "algorithm" not in self._base:
+            self._base = _merge(self._base, {"algorithm": {"name": algorithm or self.algorithm}})
+        self.actor = get_hf_model(actor) if isinstance(actor, str) else actor
+        self.reward_fn = reward_fn
+        self.eval_dataset = eval_dataset
+
+    def resolve(self, **keywords: Any) -> Config:
+        """The whole configuration that `train(**keywords)` would run with. Raises ConfigError with all violations."""
+        values = _merge(self._base, apply_aliases(keywords))
+        if self.actor is not None:
+            values = _merge(values, {"model": self.actor.model_config.model_dump(exclude_unset=True)})
+            values = _merge({"run": {"device": self.actor.device_name}}, values)
+        return from_mapping(values)
+
+    def train(self, dataset: Any = None, **keywords: Any) -> RunResult:
+        """Trains on `dataset` (an HFDataset, a path, a list of rows or a callable).
+
+        Raises ConfigError before anything is loaded when settings or data are wrong.
+        """
+        config = self.resolve(**keywords)
+        reward = self.reward_fn if self.reward_fn is not None else config.reward.function
+        given = {"data." if dataset is not None else None, "reward." if reward is not None else None}
+        problems = [
+            v for v in violations(config) if not any(g is not None and v.startswith(g) for g in given)
+        ]
+        if problems:
+            raise ConfigError(problems)
+        actor = self.actor if self.actor is not None else Actor(config.model, config.run.device)
+        source = dataset if dataset is not None else dataset_of(config)
+        held_out = self.eval_dataset if self.eval_dataset is not None else held_out_of(config)
+        return train(config, actor, reward, source, held_out)
+
+
+class PPOTrainer(RLTrainer):
+    """PPO with a critic: `PPOTrainer(model_name="...", num_gpus=1, batch_size=32, sequence_length=512)`."""
+
+    algorithm = "ppo"
+
+    def __init__(
+        self,
+        model_name: str | None = None,
+        reward_fn: str | Callable[..., Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        actor = keywords.pop("actor", None)
+        super().__init__(actor if actor is not None else model_name, reward_fn, "ppo", **keywords)
+
+
+def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Two section→key mappings; the second wins key by key."""
+    out = {k: dict(v) if isinstance(v, Mapping) else v for k, v in first.items()}
+    for section, values in second.items():
+        if isinstance(values, Mapping) and isinstance(out.get(section), dict):
+            out[section].update(values)
+        else:
+            out[section] = dict(values) if isinstance(values, Mapping) else values
+    return out
+
+
+__all__ = ["HFDataset", "PPOTrainer", "RLTrainer", "get_hf_model"]

@@ -1,0 +1,47 @@
+"""The training contract: what a training engine does with a batch, whatever it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from headrace.data.batch import Batch
+from headrace.observe.metrics import MetricSums
+
+
+@dataclass
+class TokenOutputs:
+    """What a model says about the tokens of a micro-batch, as token columns [N], float32.
+
+    Defined where `response_mask` is true, 0 elsewhere. `logprobs` and `entropy` are those of the distribution at
+    the sampling temperature, in nats; `values` are the critic's estimates made before the token is seen.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+
+
+class Loss(Protocol):
+    """A loss over one micro-batch: a *sum* over its tokens, each weighted by token column `loss_weight`.
+
+    The weights are computed once over the whole update (algorithms/reduction.py), so the sum of the micro-batch
+    losses, and its gradient, do not depend on how the update was cut. Metrics named in `per_update` are such
+    sums: they are averaged over updates, all others over what they count themselves.
+    """
+
+    per_update: tuple[str, ...]
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]: ...
+
+
+class TrainingEngine(Protocol):
+    def outputs(self, batch: Batch) -> TokenOutputs:
+        """Token outputs without gradients, for any number of rows (micro-batched inside)."""
+        ...
+
+    def update(self, batch: Batch, loss: Loss) -> MetricSums:
+        """One optimizer update over all rows of `batch`, which has token column `loss_weight`."""
+        ...

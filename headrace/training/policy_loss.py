@@ -1,0 +1,81 @@
+"""The actor's loss: clipped policy gradient, KL to the reference and entropy, with their metrics."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headrace.algorithms.gap import logprob_gap
+from headrace.algorithms.kl import kl
+from headrace.algorithms.losses.ppo_clip import ppo_clip
+from headrace.config import AlgorithmConfig
+from headrace.data.batch import Batch
+from headrace.observe.metrics import MetricSums
+from headrace.training.engine import TokenOutputs
+
+
+class PolicyLoss:
+    """Sum over tokens of `loss_weight` x (clipped loss + kl_coefficient x KL - entropy_coefficient x entropy).
+
+    Reads token columns `advantages`, `loss_mask`, `loss_weight`, `rollout_logprobs`, and, where they exist,
+    `logprobs` (the trainer's own before the step; without it the update is the step's only one and the ratio is 1
+    by construction) and `reference_logprobs`.
+    """
+
+    per_update: tuple[str, ...] = ("actor/loss", "actor/policy_loss")
+
+    def __init__(self, algorithm: AlgorithmConfig, *, measure_gap: bool) -> None:
+        self.algorithm = algorithm
+        self.measure_gap = measure_gap
+
+    def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
+        a = self.algorithm
+        logprobs, entropy = outputs.logprobs, outputs.entropy
+        if logprobs is None or entropy is None:
+            raise ValueError("the policy loss needs log-probabilities and entropy")
+        mask, weight = batch["loss_mask"], batch["loss_weight"]
+        old = batch["logprobs"] if "logprobs" in batch else logprobs.detach()
+        clip = ppo_clip(
+            logprobs,
+            old,
+            batch["advantages"],
+            clip_low=a.clip_low,
+            clip_high=a.clip_high,
+            dual_clip=a.dual_clip,
+        )
+        policy_loss = weighted_sum(weight, clip.loss)
+        total = policy_loss
+        metrics = MetricSums()
+        count = int(mask.sum())
+        if "reference_logprobs" in batch:
+            divergence = kl(logprobs, batch["reference_logprobs"], a.kl_estimator)
+            if a.kl_placement == "loss":
+                total = total + a.kl_coefficient * weighted_sum(weight, divergence)
+            metrics.add("actor/kl", masked_sum(mask, divergence), count)
+        if a.entropy_coefficient:
+            total = total - a.entropy_coefficient * weighted_sum(weight, entropy)
+        metrics.add("actor/loss", total.detach(), 0)
+        metrics.add("actor/policy_loss", policy_loss.detach(), 0)
+        metrics.add("actor/entropy", masked_sum(mask, entropy), count)
+        metrics.add("actor/ratio_mean", masked_sum(mask, clip.ratio), count)
+        metrics.add("actor/clip_fraction", masked_sum(mask, clip.clipped.float()), count)
+        if a.dual_clip is not None:
+            metrics.add("actor/dual_clip_fraction", masked_sum(mask, clip.dual_clipped.float()), count)
+        if self.measure_gap:
+            metrics.merge(logprob_gap(logprobs.detach(), rollout_reference(batch), mask))
+        return total, metrics
+
+
+def rollout_reference(batch: Batch) -> Tensor:
+    """The rollout's log-probabilities at temperature only, which is what the trainer recomputes."""
+    name = "rollout_untruncated_logprobs"
+    return batch[name] if name in batch else batch["rollout_logprobs"]
+
+
+def weighted_sum(weight: Tensor, values: Tensor) -> Tensor:
+    """Σ weight·value where the weight is not 0, so that a NaN outside the mask stays outside."""
+    return torch.where(weight != 0, weight * values, torch.zeros_like(values)).sum()
+
+
+def masked_sum(mask: Tensor, values: Tensor) -> Tensor:
+    return torch.where(mask, values.detach(), torch.zeros_like(values)).sum()

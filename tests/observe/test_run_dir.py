@@ -1,0 +1,76 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from headrace.errors import ConfigError, DataError
+from headrace.observe.run_dir import RunDirectory
+
+
+def make_run(parent, name="a"):
+    run = RunDirectory.create(parent, name)
+    run.write_config("model: x\n")
+    return run
+
+
+def test_layout_and_configuration(tmp_path):
+    run = make_run(tmp_path / "runs")
+    assert run.path == tmp_path / "runs" / "a"
+    assert run.config.read_text() == "model: x\n"
+    assert run.read_metrics() == []
+    names = {p.name for p in (run.metrics, run.samples, run.tensorboard, run.checkpoints, run.model)}
+    assert names == {"metrics.jsonl", "samples.jsonl", "tensorboard", "checkpoints", "model"}
+
+
+def test_an_existing_run_is_kept_unless_asked(tmp_path):
+    make_run(tmp_path)
+    with pytest.raises(ConfigError, match=r"run\.name.*run\.overwrite=true"):
+        RunDirectory.create(tmp_path, "a")
+    assert (tmp_path / "a" / "config.yaml").exists()
+    again = RunDirectory.create(tmp_path, "a", overwrite=True)
+    assert list(again.path.iterdir()) == []
+
+
+def test_overwrite_deletes_only_runs_and_empty_folders(tmp_path):
+    folder = tmp_path / "thesis"
+    folder.mkdir()
+    RunDirectory.create(tmp_path, "thesis", overwrite=True)
+    (folder / "chapter.tex").write_text("years of work")
+    (folder / "config.yaml").write_text("")
+    (tmp_path / "file").write_text("x")
+    make_run(tmp_path, "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("thesis", "file", "link"):
+        with pytest.raises(ConfigError, match=r"run\.overwrite.*not the directory of a run"):
+            RunDirectory.create(tmp_path, name, overwrite=True)
+    assert (folder / "chapter.tex").read_text() == "years of work"
+    assert (tmp_path / "real" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/etc"])
+def test_a_name_cannot_leave_the_folder_of_runs(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        RunDirectory.create(tmp_path, name, overwrite=True)
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir.*file"):
+        RunDirectory.create(tmp_path / "file", "a")
+
+
+def test_simultaneous_runs_without_a_name_get_one_each(tmp_path):
+    with ThreadPoolExecutor(10) as pool:
+        runs = list(pool.map(lambda _: RunDirectory.create(tmp_path, None, prefix="grpo"), range(10)))
+    assert len({run.path for run in runs}) == 10
+    assert all(run.name.startswith("grpo-") for run in runs)
+
+
+def test_reading_metrics_names_what_is_wrong(tmp_path):
+    run = make_run(tmp_path)
+    run.metrics.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert run.read_metrics() == [{"step": 1}]
+    run.metrics.write_text('{"step": 1}\nnonsense\n')
+    with pytest.raises(DataError, match="line 2"):
+        run.read_metrics()
+    with pytest.raises(DataError, match="no such file"):
+        RunDirectory(tmp_path / "nowhere").read_metrics()

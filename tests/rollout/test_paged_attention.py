@@ -1,0 +1,95 @@
+import numpy as np
+import pytest
+import torch
+
+from headrace.rollout.native.attention import (
+    MixedAttention,
+    PagedDecodeAttention,
+    PrefillAttention,
+    cut_by_width,
+)
+from headrace.rollout.native.kv_cache import PagedKVCache
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+def by_hand(
+    q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, window: int | None
+) -> np.ndarray:
+    """One query [A, D] at the end of keys and values [L, K, D], in float64; head a uses key head a * K // A."""
+    heads, kv_heads = q.shape[0], keys.shape[1]
+    if window is not None:
+        keys, values = keys[-window:], values[-window:]
+    out = np.zeros(q.shape)
+    for a in range(heads):
+        k = a * kv_heads // heads
+        scores = keys[:, k].astype(np.float64) @ q[a].astype(np.float64) * scale
+        weights = np.exp(scores - scores.max())
+        out[a] = weights / weights.sum() @ values[:, k].astype(np.float64)
+    return out
+
+
+@pytest.mark.parametrize("dtype,atol", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("window", [None, 1, 5, 8])
+@pytest.mark.parametrize("heads,kv_heads", [(4, 2), (6, 2), (3, 3), (4, 1)])
+def test_prefill_then_mixed_then_decode(
+    heads: int, kv_heads: int, window: int | None, dtype: torch.dtype, atol: float
+) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    lengths, head_dim = [9, 1, 4, 21, 8], 8
+    final = [n + 2 for n in lengths]
+    draw = lambda n, h: torch.randn(n, h, head_dim, generator=generator).to(dtype)  # noqa: E731
+    q, k, v = ([draw(n, h) for n in final] for h in (heads, kv_heads, kv_heads))
+    cache = PagedKVCache(1, 40, BLOCK)
+    table = np.random.default_rng(0).permutation(40)[: 5 * 6].reshape(5, 6).astype(np.int64)
+    scale = 0.3
+
+    def check(out: torch.Tensor, row: int, position: int) -> None:
+        kk, vv = k[row][: position + 1].float().numpy(), v[row][: position + 1].float().numpy()
+        want = by_hand(q[row][position].float().numpy(), kk, vv, scale, window)
+        np.testing.assert_allclose(out.float().numpy(), want, atol=atol)
+
+    def slots(row: int, n: int) -> np.ndarray:
+        at = np.arange(n)
+        return table[row, at // BLOCK] * BLOCK + at % BLOCK
+
+    # rows 0-2 are prefilled; then they decode a token while 3 and 4 are prefilled; then all decode
+    def prefill(rows: list[int]) -> PrefillAttention:
+        return PrefillAttention(
+            cache, [lengths[r] for r in rows], np.concatenate([slots(r, lengths[r]) for r in rows]), CPU
+        )
+
+    def decode(rows: list[int], position: list[int]) -> PagedDecodeAttention:
+        return PagedDecodeAttention(cache, table[rows], np.array(position) + 1, CPU)
+
+    def run(context: object, picks: list[tuple[int, slice]]) -> torch.Tensor:
+        take = [torch.cat([x[r][s] for r, s in picks]) for x in (q, k, v)]
+        return context.attend(0, *take, scale=scale, window=window)  # type: ignore[attr-defined]
+
+    first = [0, 1, 2]
+    out = run(prefill(first), [(r, slice(0, lengths[r])) for r in first])
+    for r, last in zip(first, np.cumsum([lengths[r] for r in first]) - 1, strict=True):
+        check(out[last], r, lengths[r] - 1)
+    at = [lengths[r] for r in first]
+    mixed = MixedAttention(prefill([3, 4]), 29, decode(first, at))
+    out = run(
+        mixed, [(3, slice(0, 21)), (4, slice(0, 8)), *((r, slice(lengths[r], lengths[r] + 1)) for r in first)]
+    )
+    check(out[20], 3, 20)
+    check(out[28], 4, 7)
+    for i, r in enumerate(first):
+        check(out[29 + i], r, at[i])
+    everyone = [3, 0, 2, 4, 1]
+    at = [lengths[r] + (r < 3) for r in everyone]
+    out = run(decode(everyone, at), [(r, slice(p, p + 1)) for r, p in zip(everyone, at, strict=True)])
+    for i, r in enumerate(everyone):
+        check(out[i], r, at[i])
+
+
+def test_cut_by_width() -> None:
+    assert cut_by_width([4, 4, 4], 0.0) == [(0, 3)]
+    assert cut_by_width([8, 4, 4, 1], 0.0) == [(0, 1), (1, 3), (3, 4)]
+    # 8 + 7 fill 15 of 16 places; 3 would leave 6 of 24 empty
+    assert cut_by_width([8, 7, 3], 0.15) == [(0, 2), (2, 3)]
+    assert cut_by_width([8, 7, 3], 0.25) == [(0, 3)]
