@@ -21,7 +21,7 @@ help:
 	@echo "make types       mypy"
 	@echo "make test-learn  train until held-out accuracy rises (minutes)"
 	@echo "make test-gpu    the tests that need a CUDA device"
-	@echo "make docs        write docs/metrics.md anew"
+	@echo "make docs        write docs/metrics.md and docs/configuration.md anew"
 	@echo "make clean       remove caches, builds and demo_run/ (keeps .venv and runs/)"
 
 demo: $(VENV)/.base
@@ -47,6 +47,8 @@ test-gpu: $(VENV)/.dev
 docs: $(VENV)/.base
 	$(BIN)/python -m headrace.observe.metrics > docs/metrics.md.new
 	mv docs/metrics.md.new docs/metrics.md
+	$(BIN)/python -m headrace.config_page > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 clean:
 	rm -rf build dist demo_run .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib.metadata
 import logging
 import os
 import re
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace import __version__
 from headrace.config import Config
 from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
@@ -41,9 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Every setting: headrace config --explain",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"headrace {importlib.metadata.version('headrace')}"
-    )
+    parser.add_argument("--version", action="version", version=f"headrace {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, meaning in COMMANDS.items():
         _add_settings(commands.add_parser(name, help=meaning, description=meaning, allow_abbrev=False))

@@ -291,6 +291,12 @@ def violations(config: Config, command: Literal["train", "sft", "eval"] = "train
         out.append("reward.function: not given; set it to path/to/file.py:function (or set reward.model)")
     if command == "train":
         out += step_violations(c, grouped=c.algorithm.name == "grpo")
+    return out + setting_violations(c)
+
+
+def setting_violations(c: Config) -> list[str]:
+    """Settings that contradict each other or this version, whatever the command."""
+    out: list[str] = []
     if c.data.template is not None and c.data.prompt is not None:
         out.append("data.prompt: not used, because data.template is given; drop one of them")
     if "" in c.rollout.stop:

@@ -20,6 +20,7 @@ class StageSpec:
     `reads` must exist before the stage runs, `optional` are used when they exist, `writes` exist afterwards.
     `sections` are the configuration sections whose keys the stage accepts as keyword arguments of `add_stage`.
     A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows.
+    One that `trains` updates the weights of its role; a `supervised` one learns given responses (sft).
     """
 
     reads: tuple[str, ...] = ()
@@ -27,6 +28,8 @@ class StageSpec:
     optional: tuple[str, ...] = ()
     sections: tuple[str, ...] = ()
     makes_rows: bool = False
+    trains: bool = False
+    supervised: bool = False
 
 
 @dataclass
@@ -48,9 +51,13 @@ def stage(
     optional: tuple[str, ...] = (),
     sections: tuple[str, ...] = (),
     makes_rows: bool = False,
+    trains: bool = False,
+    supervised: bool = False,
 ) -> Callable[[F], F]:
-    """Declares a function or method as a stage."""
-    spec = StageSpec(tuple(reads), tuple(writes), tuple(optional), tuple(sections), makes_rows)
+    """Declares a function or method as a stage; the parameters are those of StageSpec."""
+    spec = StageSpec(
+        tuple(reads), tuple(writes), tuple(optional), tuple(sections), makes_rows, trains, supervised
+    )
 
     def mark(function: F) -> F:
         function.__stage_spec__ = spec  # type: ignore[attr-defined]
@@ -70,12 +77,14 @@ def column_stage(
 ) -> Callable[[Any, StageContext], Mapping[str, Any]]:
     """Turns an ordinary function of columns, given by keyword, into a stage.
 
-    With one written column the function returns its values; with several, a mapping of them.
+    With one written column the function returns its values; with several, a mapping of them; with none, nothing.
     """
 
     def run(batch: Any, context: StageContext) -> Mapping[str, Any]:
         result = function(**{name: batch[name] for name in reads})
-        return result if isinstance(result, Mapping) else {writes[0]: result}
+        if isinstance(result, Mapping):
+            return result
+        return {writes[0]: result} if len(writes) == 1 else {}
 
     run.__stage_spec__ = StageSpec(reads=reads, writes=writes)  # type: ignore[attr-defined]
     run.__name__ = getattr(function, "__name__", "function")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -96,11 +99,11 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = list("abcdefghijklmnopqrstuvwxyz") + ["Ġ", "Ċ"]
+    letters = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ"]
     # the byte-level alphabet's names of the bytes of é (C3 A9) and 🙂 (F0 9F 99 82)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     assert len(alphabet) == 256
-    pieces = letters + ["Ã", "©", "ð", "Ł", "Ļ", "Ĥ", "en", "end", "stop", "sĠ"]
+    pieces = [*letters, "Ã", "©", "ð", "Ł", "Ļ", "Ĥ", "en", "end", "stop", "sĠ"]
     pieces += [chr(c) for c in range(ord("A"), ord("Z") + 1)]
     pieces += [p for p in sorted(alphabet) if p not in pieces][: VOCAB - 1 - len(pieces)]
     raw = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[]))
@@ -108,3 +111,25 @@ def byte_tokenizer() -> Any:
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens(["<|done|>"])
     return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+@pytest.fixture(scope="session")
+def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ (the demo's, random weights), train.jsonl (60 sums) and heldout.jsonl (10 others).
+
+    reward.py:score there is dense and easy, so that a few steps have gradients: the share of even digits.
+    """
+    folder = tmp_path_factory.mktemp("arithmetic")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "arithmetic"))
+    try:
+        import task
+    finally:
+        sys.path.pop(0)
+    task.make_model(folder / "model", 0)
+    sums = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(7)]
+    for name, rows in (("train", sums[10:]), ("heldout", sums[:10])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(
+        "def score(completion, answer):\n    return sum(c in '02468' for c in completion) / 5\n"
+    )
+    return folder

@@ -10,18 +10,30 @@ DIGITS = "0123456789"
 END = "<eos>"
 
 
-def make(folder: Path, *, seed: int = 0, largest: int = 99, held_out: int = 256) -> None:
-    """Writes `folder`/model (random weights), /train.jsonl and /heldout.jsonl; no problem is in both files."""
+WORKSHEETS = 8  # times the pupil works every problem, slipping anew
+SLIP_FRACTION = 0.6  # answers in the worked sums that are one too high
+
+
+def make(folder: Path, *, seed: int = 0, largest: int = 49, held_out: int = 256) -> None:
+    """Writes `folder`/model (random weights), /worksheets.jsonl, /train.jsonl and /heldout.jsonl.
+
+    train and heldout hold problems with the right answer, none in both. worksheets holds the training problems
+    as a careless pupil worked them: `SLIP_FRACTION` of the sums are one too high.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     make_model(folder / "model", seed)
+    chance = random.Random(seed)
     problems = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
-    random.Random(seed).shuffle(problems)
-    write_rows(folder / "heldout.jsonl", problems[:held_out])
-    write_rows(folder / "train.jsonl", problems[held_out:])
-
-
-def write_rows(path: Path, problems: list[tuple[int, int]]) -> None:
+    chance.shuffle(problems)
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in problems]
+    write_rows(folder / "heldout.jsonl", rows[:held_out])
+    write_rows(folder / "train.jsonl", rows[held_out:])
+    worked = [(a, b, a + b + (chance.random() < SLIP_FRACTION)) for a, b in problems[held_out:] * WORKSHEETS]
+    chance.shuffle(worked)
+    write_rows(folder / "worksheets.jsonl", [{"prompt": f"{a}+{b}=", "answer": str(c)} for a, b, c in worked])
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -20,19 +20,26 @@ def save_hf_folder(model: Backbone, path: Path) -> Path:
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
         os.chmod(temporary, 0o755)
-        before = model.hf.config
-        model.hf.config = copy.deepcopy(before)
+        hf, config = model.hf, model.hf.config
+        generation = hf.generation_config if isinstance(model, CausalLM) else None
+        hf.config = copy.deepcopy(config)
         try:
-            model.hf.config._attn_implementation_internal = None
-            for name in ("quantization_config",):
-                if name in model.hf.config.__dict__:
-                    delattr(model.hf.config, name)
-            if isinstance(model, CausalLM) and model.eos_token_ids and model.hf.generation_config is not None:
-                ids = list(model.eos_token_ids)
-                model.hf.generation_config.eos_token_id = ids if len(ids) > 1 else ids[0]
-            model.hf.save_pretrained(temporary)
+            hf.config._attn_implementation_internal = None
+            if "quantization_config" in hf.config.__dict__:
+                delattr(hf.config, "quantization_config")
+            if generation is not None:
+                hf.generation_config = type(generation)()
+            hf.save_pretrained(temporary)
         finally:
-            model.hf.config = before
+            hf.config = config
+            if generation is not None:
+                hf.generation_config = generation
+        if isinstance(model, CausalLM) and generation is not None:
+            # written here, because save_pretrained refuses settings that it loads and that many folders have
+            kept, ids = copy.deepcopy(generation), list(model.eos_token_ids)
+            if ids:
+                kept.eos_token_id = ids if len(ids) > 1 else ids[0]
+            kept.to_json_file(temporary / "generation_config.json")
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(temporary)
         if path.exists():

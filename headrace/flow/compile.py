@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from headrace.config import Config, step_violations
+from headrace.algorithms.stages import grpo_advantages
+from headrace.config import Config, setting_violations, step_violations
+from headrace.config_load import from_mapping
 from headrace.errors import ConfigError
 from headrace.flow.graph import Flow, Stage
 from headrace.rewards.stage import RewardStage
@@ -28,6 +29,7 @@ class CompiledFlow:
     name: str
     config: Config
     stages: tuple[Stage, ...]
+    data_columns: tuple[str, ...] = ()
 
     @property
     def roles(self) -> list[Role]:
@@ -46,15 +48,20 @@ class CompiledFlow:
     @property
     def supervised(self) -> bool:
         """True for a flow over given responses (sft)."""
-        return any(s.function.__name__ == "supervised_update" for s in self.stages)
+        return any(s.spec.supervised for s in self.stages)
 
     def trains(self, role: Role) -> bool:
-        return any(s.role is role and s.function.__name__.endswith("update") for s in self.stages)
+        """True when a stage of this flow updates the weights of `role`."""
+        return any(s.role is role and s.spec.trains for s in self.stages)
 
     def check_data(self, columns: set[str]) -> list[str]:
         """Violations of what stages ask of the data set's own columns."""
         available = set(columns) | DATA_COLUMNS
-        out: list[str] = []
+        out = [
+            f"flow '{self.name}': the data have no column '{name}'{_nearest(name, available)}"
+            for name in self.data_columns
+            if name not in available
+        ]
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
@@ -82,13 +89,19 @@ def compile_flow(flow: Flow, cluster: Any = None) -> CompiledFlow:
     config = _merged_config(flow, problems)
     ordered = _in_order(flow, problems)
     if ordered:
-        problems += _column_violations(ordered)
-    methods = {s.function.__name__ for s in flow.stages}
-    if "update" in methods:
-        problems += step_violations(config, grouped="grpo_advantages" in methods)
+        problems += _column_violations(ordered, set(flow.data_columns))
+    problems += setting_violations(config)
+    if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
+        problems += step_violations(config, grouped=any(s.function is grpo_advantages for s in flow.stages))
+        problems += _penalty_violations(flow, config)
     if problems:
         raise ConfigError(problems)
-    return CompiledFlow(flow.name, config, tuple(ordered))
+    return CompiledFlow(flow.name, config, tuple(ordered), flow.data_columns)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
 
 
 def _name_violations(flow: Flow) -> list[str]:
@@ -101,9 +114,9 @@ def _name_violations(flow: Flow) -> list[str]:
     for stage in flow.stages:
         for needed in stage.depends_on:
             if needed not in names:
-                close = difflib.get_close_matches(needed, names, 1)
-                hint = f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(names)}"
-                out.append(f"stage '{stage.name}' depends on '{needed}', which does not exist{hint}")
+                out.append(
+                    f"stage '{stage.name}' depends on '{needed}', which does not exist{_nearest(needed, names)}"
+                )
     return out
 
 
@@ -115,10 +128,8 @@ def _merged_config(flow: Flow, problems: list[str]) -> Config:
         for name, value in stage.settings.items():
             section = next((s for s in stage.spec.sections if name in values[s]), None)
             if section is None:
-                known = [k for s in stage.spec.sections for k in values[s]]
-                close = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                problems.append(f"stage '{stage.name}': unknown setting '{name}'{hint}")
+                known = {k for s in stage.spec.sections for k in values[s]}
+                problems.append(f"stage '{stage.name}': unknown setting '{name}'{_nearest(name, known)}")
                 continue
             before = given.setdefault((section, name), (stage.name, value))
             if before[1] != value:
@@ -127,10 +138,9 @@ def _merged_config(flow: Flow, problems: list[str]) -> Config:
                 )
             values[section][name] = value
     try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        for item in error.errors():
-            problems.append(f"{'.'.join(str(p) for p in item['loc'])}: {item['msg']}, got {item['input']!r}")
+        return from_mapping(values)
+    except ConfigError as error:
+        problems += error.violations
         return flow.config
 
 
@@ -150,34 +160,59 @@ def _in_order(flow: Flow, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _column_violations(ordered: list[Stage]) -> list[str]:
+def _column_violations(ordered: list[Stage], data_columns: set[str]) -> list[str]:
     """What each stage reads must be written by a stage it depends on, directly or through others."""
     out: list[str] = []
-    first_reads = set(ordered[0].spec.reads)
-    source = SUPERVISED_COLUMNS if first_reads & SUPERVISED_COLUMNS else DATA_COLUMNS
-    before: dict[str, set[str]] = {}
-    ancestors: dict[str, set[str]] = {}
+    supervised = any(s.spec.supervised for s in ordered)
+    source = data_columns | (SUPERVISED_COLUMNS if supervised else DATA_COLUMNS)
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        above = {a for d in stage.depends_on for a in ancestors.get(d, set()) | {d}}
-        ancestors[stage.name] = above
-        available = source | {c for a in above for c in before.get(a, set())}
-        for column in sorted(set(stage.spec.reads) - available):
-            known = sorted({c for s in ordered for c in s.spec.writes if c == column})
-            owners = [s.name for s in ordered if column in s.spec.writes]
+        for column in stage.spec.writes:
+            writers.setdefault(column, []).append(stage.name)
+    above = _ancestors(ordered)
+    for stage in ordered:
+        has = source | {c for c, names in writers.items() if above[stage.name] & set(names)}
+        for column in sorted(set(stage.spec.reads) - has):
             where = (
-                f"stage '{owners[0]}' writes it: add it to depends_on"
-                if known
-                else "no stage of this flow writes it"
+                f"stage '{writers[column][0]}' writes it: add it to depends_on"
+                if column in writers
+                else "no stage of this flow writes it (a column of the data is named by Flow(data_columns=...))"
             )
             out.append(f"stage '{stage.name}' reads column '{column}', which it does not have; {where}")
-        before[stage.name] = set(stage.spec.writes)
-        for column in stage.spec.writes:
-            for other in writers.get(column, []):
-                if other not in above:
+        for column in sorted(set(stage.spec.optional) - has):
+            loose = [w for w in writers.get(column, []) if stage.name not in above[w] and w != stage.name]
+            if loose:
+                out.append(
+                    f"stage '{stage.name}' uses column '{column}' where there is one, and stage '{loose[0]}' writes it:"
+                    " add it to depends_on"
+                )
+    for column, names in writers.items():
+        for i, first in enumerate(names):
+            for second in names[i + 1 :]:
+                if first != second and first not in above[second] and second not in above[first]:
                     out.append(
-                        f"stages '{other}' and '{stage.name}' both write column '{column}' and neither comes after the"
-                        " other"
+                        f"stages '{first}' and '{second}' both write column '{column}' and neither comes after the other"
                     )
-            writers.setdefault(column, []).append(stage.name)
     return out
+
+
+def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
+    """Every stage that comes before a stage by its edges, directly or through others."""
+    above: dict[str, set[str]] = {}
+    for stage in ordered:
+        above[stage.name] = {a for d in stage.depends_on for a in above.get(d, set()) | {d}}
+    return above
+
+
+def _penalty_violations(flow: Flow, config: Config) -> list[str]:
+    """A KL that is asked for must find its columns, or it would silently be none."""
+    if config.algorithm.kl_coefficient == 0:
+        return []
+    written = {c for s in flow.stages for c in s.spec.writes}
+    needed = ["reference_logprobs"] + (["logprobs"] if config.algorithm.kl_placement == "reward" else [])
+    return [
+        f"algorithm.kl_coefficient: {config.algorithm.kl_coefficient} needs column '{column}', which no stage of flow"
+        f" '{flow.name}' writes; add a stage such as {example}, or set it to 0"
+        for column, example in zip(needed, ("reference.logprobs", "actor.logprobs"), strict=False)
+        if column not in written
+    ]

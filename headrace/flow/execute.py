@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from headrace.data.batch import Batch
 from headrace.errors import RunError
@@ -24,7 +28,8 @@ def execute(
     """Runs every stage once over `batch` and returns it with all columns the stages wrote.
 
     `label` replaces the stages' names on the display, and `share` (i, n) says that this is part i of n.
-    Raises RunError naming the stage when it does not write what it declared.
+    Raises RunError naming the stage when it does not write what it declared. What a stage raises itself passes
+    through, with a note that names stage and step.
     """
     for stage in flow.stages:
         guard.check()
@@ -39,14 +44,35 @@ def execute(
         if label is None:
             progress.stage(shown, None)
         started = time.perf_counter()
-        result = stage.function(batch, context)
-        if isinstance(result, Batch):
-            batch = result
-        elif result is not None:
-            batch = batch.with_columns(result)
+        try:
+            result = stage.function(batch, context)
+        except Exception as error:
+            error.add_note(f"in stage '{stage.name}' of flow '{flow.name}', step {context.step}")
+            raise
+        batch = _with_result(batch, result, stage.name)
         missing = sorted(set(stage.spec.writes) - batch.columns)
         if missing:
             raise RunError(f"stage '{stage.name}' declared column {missing[0]!r} but did not write it")
         if label is None:
             context.metrics.add(f"time/{stage.name}_s", time.perf_counter() - started)
     return batch
+
+
+def _with_result(batch: Batch, result: Any, name: str) -> Batch:
+    if isinstance(result, Batch):
+        return result
+    if result is None:
+        return batch
+    if not isinstance(result, Mapping):
+        raise RunError(
+            f"stage '{name}' returned a {type(result).__name__}; expected a Batch, a dict of columns or None"
+        )
+    for column, values in result.items():
+        if not isinstance(values, Sequence | Tensor):
+            raise RunError(
+                f"stage '{name}': column '{column}' has type {type(values).__name__}; expected a list or a tensor"
+            )
+    try:
+        return batch.with_columns(result)
+    except ValueError as error:
+        raise RunError(f"stage '{name}': {error}") from error

@@ -44,8 +44,10 @@ class Flow:
         flow.compile().run(dataset, steps=100)
     """
 
-    def __init__(self, name: str, config: Config | None = None) -> None:
+    def __init__(self, name: str, config: Config | None = None, *, data_columns: Sequence[str] = ()) -> None:
+        """`data_columns`: columns of the data set that stages with `reads` use (reward functions need none named)."""
         self.name = name
+        self.data_columns = tuple(data_columns)
         self.config = config.model_copy(deep=True) if config is not None else Config()
         self.stages: list[Stage] = []
         self.notes: list[str] = []  # violations noticed while describing; reported by compile()
@@ -72,11 +74,15 @@ class Flow:
         if spec is None and (reads is not None or writes is not None):
             function = column_stage(function, tuple(reads or ()), tuple(writes or ()))
         elif spec is None:
-            function = RewardStage(function)
+            function = RewardStage(function, settings=self.config.reward)
         elif reads is not None or writes is not None:
             self.notes.append(
                 f"stage '{name}': reads and writes are already declared by the function; leave them out"
             )
+        if isinstance(function, RewardStage):
+            self.notes += function.problems
+            if function.function is None and not function.problems and not function.add_model_score:
+                self.notes.append(f"stage '{name}': no function is given, so it would give every response 0")
         declared = spec_of(function)
         if declared is None:
             raise TypeError(f"stage '{name}': {function!r} cannot be used as a stage")

@@ -7,7 +7,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.batch import Batch
 from headrace.data.loader import Loader, all_batches
-from headrace.errors import RunError
+from headrace.errors import ConfigError, DataError, HeadraceError, RunError
 from headrace.flow.compile import CompiledFlow
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
@@ -28,6 +28,7 @@ from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress, make_progress
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
+from headrace.roles.role import LanguageModelRole
 from headrace.stages import StageContext
 
 logger = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ class RunResult:
 def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
     """See CompiledFlow.run."""
     config = flow.config
-    data = prepare_data(flow, dataset)
-    held_out = prepare_data(evaluation.flow, evaluation.dataset, key="eval") if evaluation else None
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps: must be at least 1, got {steps}")
+    data, held_out = prepare_both(flow, dataset, evaluation)
     loader = Loader(
         data.dataset,
         data.rows_per_step,
@@ -67,16 +69,45 @@ def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Ev
         key=data.rows_key,
     )
     total = steps or config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
-    directory = RunDirectory.create(
-        config.run.dir, config.run.name, overwrite=config.run.overwrite, prefix=flow.name
-    )
-    directory.write_config(config_to_yaml(config))
-    torch.manual_seed(config.run.seed)
+    check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
+    r = config.run
+    RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
+    torch.manual_seed(r.seed)
     prepare_roles(flow, total)
     if evaluation is not None:
         prepare_roles(evaluation.flow, total, skip=flow.roles)
-    run = _Run(flow, loader, data, total, directory, evaluation, held_out)
-    return run.go()
+    # only now: a configuration that turns out wrong while models load leaves no directory behind
+    directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix=flow.name)
+    directory.write_config(config_to_yaml(config))
+    return _Run(flow, loader, data, total, directory, evaluation, held_out).go()
+
+
+def prepare_both(
+    flow: CompiledFlow, dataset: Any, evaluation: Evaluation | None
+) -> tuple[PreparedData, PreparedData | None]:
+    """Training and held-out data. Raises ConfigError with what is wrong with either."""
+    held_out, problems = None, []
+    if evaluation is not None:
+        try:
+            held_out = prepare_data(evaluation.flow, evaluation.dataset, key="eval")
+        except ConfigError as error:
+            problems = error.violations
+    try:
+        data = prepare_data(flow, dataset)
+    except ConfigError as error:
+        problems = list(dict.fromkeys([*error.violations, *problems]))
+    if problems:
+        raise DataError(problems)
+    return data, held_out
+
+
+def check_roles(flows: Sequence[CompiledFlow]) -> None:
+    """What can be known about every model without its weights. Raises ConfigError with all violations."""
+    roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
+    reader = next((role for role in roles if isinstance(role, LanguageModelRole)), None)
+    problems = [p for role in roles if role is not reader for p in role.problems(reader)]
+    if problems:
+        raise ConfigError(problems)
 
 
 def prepare_roles(flow: CompiledFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
@@ -125,17 +156,30 @@ class _Run:
                     self._step(step, log, progress, guard)
             except Interrupted:
                 self.result.interrupted = True
+            except HeadraceError:
+                # nothing is half done when these are raised, so what was learned so far is worth keeping
+                if self.result.steps > 0:
+                    self._save(progress)
+                    logger.info("the model as after step %d is in %s", self.result.steps, self.result.model)
+                raise
             self._save(progress)
         return self.result
 
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started = time.perf_counter()
         context = StageContext(self.config, step, self.total_steps, MetricSums())
-        batch = execute(self.flow, self.loader.next(), context, progress, guard)
+        prompts = self.loader.next()
+        position = self.loader.state_dict()
+        epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
+        batch = execute(self.flow, prompts, context, progress, guard)
         m = context.metrics
         m.add("time/step_s", time.perf_counter() - started)
         m.add("train/step", step)
-        m.add("data/epoch", self.loader.epoch)
+        m.add("data/epoch", epochs)
+        m.add("data/prompts_dropped", self.data.dataset.dropped)
+        m.add("data/prompts_truncated", self.data.dataset.truncated)
+        if "sft/loss" in (so_far := m.means()):
+            m.add("sft/perplexity", math.exp(min(so_far["sft/loss"], 700.0)))
         _memory_metrics(m)
         evaluation = self._due_evaluation(step, progress, guard)
         metrics = m.means() | evaluation
@@ -144,17 +188,16 @@ class _Run:
             log.log_samples(step, sample_records(batch))
         progress.update(step, metrics)
         self.result.steps, self.result.metrics = step, metrics
-        self._watch_gap(step, metrics, progress)
+        self._watch_gap(step, metrics)
 
-    def _watch_gap(self, step: int, metrics: dict[str, float], progress: Progress) -> None:
+    def _watch_gap(self, step: int, metrics: dict[str, float]) -> None:
         gap, a = metrics.get("gap/abs_logprob_mean"), self.config.algorithm
         if gap is None:
             return
-        if a.gap_stop is not None and gap > a.gap_stop:
-            self._save(progress)
+        if a.gap_stop is not None and not gap <= a.gap_stop:
             raise RunError(
                 f"step {step}: rollout and trainer log-probabilities differ by {gap:.3g} nats on average, above"
-                f" algorithm.gap_stop ({a.gap_stop}); the model is saved in {self.result.model}"
+                f" algorithm.gap_stop ({a.gap_stop}); the run is in {self.directory.path}"
             )
         if gap > a.gap_warn:
             logger.warning(
@@ -199,7 +242,7 @@ def evaluate(
     """Runs an evaluation flow over every row of `data` exactly once; returns its metrics and all its samples."""
     sums, samples = MetricSums(), []
     started = time.perf_counter()
-    batches = list(all_batches(data.dataset, data.rows_per_step))
+    batches = list(all_batches(data.dataset, evaluation_rows(flow.config)))
     for number, prompts in enumerate(batches):
         context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
         batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
@@ -210,19 +253,33 @@ def evaluate(
     return metrics, samples
 
 
-def run_evaluation(flow: CompiledFlow, dataset: Any) -> tuple[RunDirectory, dict[str, float]]:
-    """`headrace eval`: scores every row once; all samples go to samples.jsonl of a run directory."""
+def evaluation_rows(config: Config) -> int:
+    """Prompts given to the engine at once: several times what runs concurrently, so that it never runs dry."""
+    return max(1, 4 * config.rollout.max_concurrent_sequences // config.eval.samples_per_prompt)
+
+
+def run_evaluation(
+    flow: CompiledFlow, dataset: Any, key: str = "eval"
+) -> tuple[RunDirectory, dict[str, float]]:
+    """`headrace eval`: scores every row once; all samples go to samples.jsonl of a run directory.
+
+    `key` is the section that errors about the data name. Raises KeyboardInterrupt after Ctrl-C.
+    """
     config = flow.config
-    data = prepare_data(flow, dataset, key="eval")
-    directory = RunDirectory.create(
-        config.run.dir, config.run.name, overwrite=config.run.overwrite, prefix="eval"
-    )
-    directory.write_config(config_to_yaml(config))
+    data = prepare_data(flow, dataset, key=key)
+    check_roles([flow])
+    r = config.run
+    RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
     prepare_roles(flow, 1)
+    directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix="eval")
+    directory.write_config(config_to_yaml(config))
     progress = make_progress(config.run.progress, 1, f"eval: {directory.path}")
     log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=config.run.seed)
     with InterruptGuard() as guard, log, progress:
-        metrics, samples = evaluate(flow, data, 0, progress, guard)
+        try:
+            metrics, samples = evaluate(flow, data, 0, progress, guard)
+        except Interrupted:
+            raise KeyboardInterrupt from None
         log.log(0, metrics)
         log.log_samples(0, samples)
     return directory, metrics

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from headrace.config import Config
-from headrace.data.dataset import HFDataset, load_rows
+from headrace.config import Config, DataConfig
+from headrace.data.dataset import HFDataset, Rows, load_rows
 from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CompiledFlow
+from headrace.models.find import find_model
+from headrace.models.hf import LOADING_ERRORS, first_line
 from headrace.roles.role import LanguageModelRole
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,16 @@ class PreparedData:
 def prepare_data(flow: CompiledFlow, dataset: Any, key: str = "data") -> PreparedData:
     """Tokenises the data set for the role that reads it. Raises ConfigError naming the key, file and row.
 
-    `dataset` is an HFDataset, or anything HFDataset takes (a path, a list of rows, a callable).
+    `dataset` is an HFDataset, or anything HFDataset takes (a path, a list of rows, a callable). `key` is the section
+    ("data" or "eval") that says which of its rows to take, where it is not an HFDataset.
     """
     config = flow.config
-    source = dataset if isinstance(dataset, HFDataset) else HFDataset(dataset)
+    part = config.eval if key == "eval" else config.data
+    source = (
+        dataset
+        if isinstance(dataset, HFDataset)
+        else HFDataset(dataset, split=part.split, subset=part.subset, limit_rows=part.limit_rows)
+    )
     role = next((r for r in flow.roles if isinstance(r, LanguageModelRole)), None)
     if role is None:
         raise ConfigError(f"flow '{flow.name}' has no language model to read the data with")
@@ -41,9 +48,20 @@ def prepare_data(flow: CompiledFlow, dataset: Any, key: str = "data") -> Prepare
         source.source, subset=own.subset, split=own.split, limit_rows=own.limit_rows, key=f"{key}.path"
     )
     problems = flow.check_data(set(rows.columns))
-    if problems:
-        raise ConfigError(problems)
     options = config.data.model_copy(update=own.model_dump(exclude_unset=True, exclude=SOURCE_KEYS))
+    try:
+        data = _tokenized(flow, role, rows, options, key)
+    except ConfigError as error:
+        problems += error.violations
+    if problems:
+        raise DataError(problems)
+    return data
+
+
+def _tokenized(
+    flow: CompiledFlow, role: LanguageModelRole, rows: Rows, options: DataConfig, key: str
+) -> PreparedData:
+    config = flow.config
     limit = sequence_limit(config, role)
     if flow.supervised:
         builder = PromptBuilder(role.tokenizer, options)
@@ -75,17 +93,14 @@ def position_limit(role: LanguageModelRole) -> int | None:
     """The model's longest sequence, read from its config.json without its weights (None: not stated)."""
     if role.is_loaded:
         return role.model.max_positions
-    path = str(role.model_config.path)
+    path = find_model(str(role.model_config.path), role.key)
     if path.endswith(".gguf"):
         return None
     from transformers import AutoConfig
 
-    from headrace.models.hf import first_line
-
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=role.model_config.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        where = "folder" if Path(path).exists() else "no such folder here, and as a hub id"
-        raise ConfigError(f"model.path: '{path}' ({where}) cannot be read: {first_line(error)}") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"{role.key}: '{path}' cannot be read: {first_line(error)}") from error
     value = getattr(found.get_text_config(), "max_position_embeddings", None)
     return int(value) if value else None

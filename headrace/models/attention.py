@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.errors import HeadraceError
+from headrace.errors import ConfigError, HeadraceError
+from headrace.models.varlen import KERNEL_DTYPES, VarlenAttention
+from headrace.models.varlen import is_available as varlen_is_available
 
 IMPLEMENTATION = "headrace"
 
@@ -39,19 +41,29 @@ class PackedAttention:
 
     Sequences are gathered into buckets of like length and each bucket runs one causal SDPA call: a shorter
     sequence's tail is only ever *after* its own tokens, so causality alone keeps it out and no mask is needed.
-    `waste` bounds the share of a bucket's slots that hold no token.
+    `waste` bounds the share of a bucket's slots that hold no token. On CUDA, half precision takes one
+    variable-length kernel instead (models/varlen.py).
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str, waste: float = 0.15) -> None:
+        device = torch.device(device)
         self.num_tokens = sum(lengths)
+        self._varlen: VarlenAttention | None = None
+        if device.type == "cuda" and varlen_is_available():
+            self._varlen = VarlenAttention(lengths, device)
+        self._lengths, self._device, self._waste = lengths, device, waste
         self._masks: dict[tuple[int, int], Tensor] = {}
-        self._buckets: list[tuple[Tensor, int, int]] = []  # token index [B * L], B, L
+        self._buckets: list[tuple[Tensor, int, int]] | None = None  # token index [B * L], B, L
+
+    def _make_buckets(self) -> list[tuple[Tensor, int, int]]:
+        lengths, device = self._lengths, self._device
+        buckets: list[tuple[Tensor, int, int]] = []
         scatter = torch.zeros(self.num_tokens, dtype=torch.int64)
         starts = [0]
         for n in lengths:
             starts.append(starts[-1] + n)
         slot = 0
-        for rows in bucket_by_length(lengths, waste):
+        for rows in bucket_by_length(lengths, self._waste):
             longest = lengths[rows[0]]
             index = torch.zeros(len(rows), longest, dtype=torch.int64)
             for b, row in enumerate(rows):
@@ -61,15 +73,18 @@ class PackedAttention:
                     slot + b * longest, slot + b * longest + n
                 )
             slot += len(rows) * longest
-            self._buckets.append((index.flatten().to(device), len(rows), longest))
+            buckets.append((index.flatten().to(device), len(rows), longest))
         self._scatter = scatter.to(device)
-        self._trivial = (
-            len(self._buckets) == 1 and self._buckets[0][1] * self._buckets[0][2] == self.num_tokens
-        )
+        self._trivial = len(buckets) == 1 and buckets[0][1] * buckets[0][2] == self.num_tokens
+        return buckets
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
+        if self._varlen is not None and query.dtype in KERNEL_DTYPES:
+            return self._varlen.attend(query, key, value, scale=scale, window=window)
+        if self._buckets is None:
+            self._buckets = self._make_buckets()
         gqa = query.shape[1] != key.shape[1]
         outputs = []
         for index, rows, length in self._buckets:
@@ -134,7 +149,7 @@ def _attention_function(
             " use CausalLM.hidden_states instead of calling the Hugging Face model"
         )
     if kwargs.get("softcap") or kwargs.get("s_aux") is not None:
-        raise HeadraceError(
+        raise ConfigError(
             f"{type(module).__name__} uses attention soft-capping or sinks, which are not supported"
         )
     layer = module.layer_idx

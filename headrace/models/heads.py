@@ -8,8 +8,9 @@ import torch
 
 from headrace.errors import ConfigError
 from headrace.models import attention
-from headrace.models.causal_lm import CausalLM, ScalarModel
-from headrace.models.hf import first_line, load_tokenizer
+from headrace.models.causal_lm import CausalLM, ScalarModel, verify_against_hf
+from headrace.models.find import find_model
+from headrace.models.hf import LOADING_ERRORS, first_line, load_tokenizer, require_weights
 
 
 def critic_from(actor: CausalLM, gradient_checkpointing: bool = False) -> ScalarModel:
@@ -26,11 +27,15 @@ def critic_from(actor: CausalLM, gradient_checkpointing: bool = False) -> Scalar
             config, attn_implementation=attention.IMPLEMENTATION
         )
     except ValueError as error:
-        raise ConfigError(f"critic: no value head for this architecture: {first_line(error)}") from error
+        raise ConfigError(
+            f"critic.path: transformers has no scalar head for {type(actor.hf).__name__}: {first_line(error)}"
+        ) from error
+    _one_linear_head(hf, "critic.path")
     hf.to(device=actor.device, dtype=actor.dtype).eval()
     hf.base_model.load_state_dict(actor.hf.base_model.state_dict())
     torch.nn.init.zeros_(hf.score.weight)
     critic = ScalarModel(hf, actor.tokenizer)
+    verify_against_hf(critic)
     if gradient_checkpointing:
         critic.use_gradient_checkpointing()
     return critic
@@ -54,6 +59,7 @@ def load_scalar_model(
     from transformers import AutoModelForSequenceClassification
 
     attention.register()
+    path = find_model(path, key)
     try:
         hf, info = AutoModelForSequenceClassification.from_pretrained(
             path,
@@ -63,18 +69,35 @@ def load_scalar_model(
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
             f"{key}: '{path}' cannot be loaded with one scalar output: {first_line(error)}"
         ) from error
-    missing = [name for name in info["missing_keys"] if name.startswith("score.")]
+    _one_linear_head(hf, key)
+    missing = {name for name in info["missing_keys"] if name.startswith("score.")}
     if missing and needs_head:
-        raise ConfigError(f"{key}: '{path}' has no trained scalar head (missing {', '.join(missing)})")
+        raise ConfigError(
+            f"{key}: '{path}' has no trained scalar head (missing {', '.join(sorted(missing))})"
+        )
+    require_weights(set(info["missing_keys"]) - missing, path, key)
     hf.to(device).eval()
     if missing:
         torch.nn.init.zeros_(hf.score.weight)
-    tokenizer: Any = load_tokenizer(path, trust_remote_code)
+    tokenizer: Any = load_tokenizer(path, trust_remote_code, key)
     model = ScalarModel(hf, tokenizer)
+    try:
+        verify_against_hf(model)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: '{path}': {error}") from error
     if gradient_checkpointing:
         model.use_gradient_checkpointing()
     return model
+
+
+def _one_linear_head(hf: Any, key: str) -> None:
+    """Refuses architectures whose classifier is not a plain linear `score` on the last hidden state."""
+    if not isinstance(getattr(hf, "score", None), torch.nn.Linear):
+        raise ConfigError(
+            f"{key}: the scalar head of {type(hf).__name__} is not a linear layer 'score' on the last hidden state,"
+            " so it is not supported"
+        )

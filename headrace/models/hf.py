@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import logging
+import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from headrace.errors import ConfigError, MissingExtraError
 from headrace.models import attention
 from headrace.models.causal_lm import CausalLM, verify_against_hf
+from headrace.models.find import find_model
 
 logger = logging.getLogger(__name__)
 
+# What transformers, safetensors and torch raise for a model that cannot be read.
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    ImportError,
+    RuntimeError,
+    AttributeError,
+    TypeError,
+    pickle.UnpicklingError,
+    SafetensorError,
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -38,26 +55,27 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _gguf_arguments(path: Path) -> tuple[str, dict[str, Any]]:
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(f"model.path '{path}'", "gguf", "gguf") from error
+    """transformers' arguments for a GGUF file. Raises MissingExtraError, naming the extra."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError(f"model.path '{path}'", package, "gguf")
     return str(path.parent), {"gguf_file": path.name}
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a folder, hub id or GGUF file (whose BOS setting transformers can lose: repaired here).
+def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> Any:
+    """The tokenizer of a folder, hub id or GGUF file.
 
-    Raises ConfigError naming `model.path` when it cannot be loaded.
+    Raises ConfigError naming `key` when it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
+    path = find_model(path, key)
     source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **extra)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
-            f"model.path: no tokenizer could be loaded from '{path}': {first_line(error)}"
+            f"{key}: no tokenizer could be loaded from '{path}': {first_line(error)}"
         ) from error
     return tokenizer
 
@@ -65,7 +83,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 def load_causal_lm(
     path: str,
     *,
-    tokenizer: str | None = None,
+    key: str = "model.path",
+    tokenizer: Any = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     trust_remote_code: bool = False,
@@ -74,29 +93,47 @@ def load_causal_lm(
 ) -> CausalLM:
     """Loads weights and tokenizer, in evaluation mode, and checks the forward pass against the model's own.
 
-    Raises ConfigError naming `model.path` when the folder cannot be read, the architecture is not a causal
-    language model, or headrace's forward disagrees with the model's own.
+    `tokenizer` is one already loaded, or the folder or hub id of one (default: `path`). Raises ConfigError naming
+    `key` when the folder cannot be read or lacks weights, the architecture is not a causal language model, or
+    headrace's forward disagrees with the model's own.
     """
     from transformers import AutoModelForCausalLM
 
     attention.register()
+    path = find_model(path, key)
     source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
     if extra:
         from transformers import GgufConfig
 
         extra["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        hf = AutoModelForCausalLM.from_pretrained(
+        hf, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
             attn_implementation=attention.IMPLEMENTATION,
             trust_remote_code=trust_remote_code,
+            output_loading_info=True,
             **extra,
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(f"model.path: '{path}' cannot be loaded: {first_line(error)}") from error
-    tok = load_tokenizer(tokenizer or path, trust_remote_code)
-    return wrap(hf, tok, device=device, gradient_checkpointing=gradient_checkpointing, verify=verify)
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"{key}: '{path}' cannot be loaded: {first_line(error)}") from error
+    require_weights(info["missing_keys"], path, key)
+    if tokenizer is None or isinstance(tokenizer, str):
+        tokenizer = load_tokenizer(tokenizer or path, trust_remote_code, key)
+    try:
+        return wrap(
+            hf, tokenizer, device=device, gradient_checkpointing=gradient_checkpointing, verify=verify
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{key}: '{path}': {error}") from error
+
+
+def require_weights(missing: Iterable[str], path: str, key: str) -> None:
+    """Refuses weights that transformers did not find in the folder and filled with random numbers."""
+    names = sorted(missing)
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ConfigError(f"{key}: '{path}' lacks weights the model needs: {names[0]}{more}")
 
 
 def wrap(
@@ -111,6 +148,9 @@ def wrap(
     attention.register()
     hf.set_attn_implementation(attention.IMPLEMENTATION)
     hf.to(device).eval()
+    if torch.device(device).type == "cuda":
+        # cuDNN builds a plan for every new shape, and ragged batches have new shapes at every step
+        torch.backends.cuda.enable_cudnn_sdp(False)
     model = CausalLM(hf, tokenizer, eos_token_ids(hf, tokenizer))
     if verify:
         verify_against_hf(model)

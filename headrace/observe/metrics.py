@@ -34,6 +34,7 @@ _BUILT_IN = (
     Metric("reward/std", "reward", "Standard deviation of the step's rewards."),
     Metric("reward/max", "reward", "Highest reward of the step."),
     Metric("reward/min", "reward", "Lowest reward of the step."),
+    Metric("reward/kl_penalty", "nats", "Mean KL taken off a token's reward, before its coefficient."),
     Metric("reward/part/<name>", "reward", "Mean of one named part, when a reward function returns parts."),
     Metric(
         "reward/excluded_fraction", "fraction", "Samples without a usable reward, left out of their group."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
 from datetime import datetime
 from pathlib import Path
@@ -40,13 +41,31 @@ class RunDirectory:
         """
         if name is None:
             return cls._create_numbered(Path(parent), f"{prefix}-{datetime.now():%Y%m%d-%H%M%S}")
+        cls.check(parent, name, overwrite=overwrite)
+        run = cls(Path(parent) / name)
+        if not run._make():
+            cls.check(parent, name, overwrite=overwrite)  # another launch may have made it just now
+            shutil.rmtree(run.path)
+            run._make()
+        return run
+
+    @classmethod
+    def check(cls, parent: str | Path, name: str | None, *, overwrite: bool = False) -> None:
+        """What `create` would refuse, without touching anything. Raises ConfigError naming the key."""
+        above = next(p for p in (Path(parent).absolute(), *Path(parent).absolute().parents) if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise ConfigError(
+                f"run.dir: cannot create {parent} ({above} is no folder that can be written to)"
+            )
+        if name is None:
+            return
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ConfigError(
                 f"run.name: '{name}' must be a plain folder name; set run.dir to choose the place"
             )
         run = cls(Path(parent) / name)
-        if run._make():
-            return run
+        if not run.path.exists() and not run.path.is_symlink():
+            return
         if not overwrite:
             raise ConfigError(
                 f"run.name: {run.path} exists already; choose another name, or set run.overwrite=true to"
@@ -57,9 +76,6 @@ class RunDirectory:
                 f"run.overwrite: {run.path} is not the directory of a run (no config.yaml and metrics.jsonl"
                 " in it), so it is not deleted; choose another run.name"
             )
-        shutil.rmtree(run.path)
-        run._make()
-        return run
 
     @classmethod
     def _create_numbered(cls, parent: Path, stem: str) -> RunDirectory:

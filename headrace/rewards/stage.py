@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from headrace.config import RewardConfig
 from headrace.data.batch import Batch
+from headrace.errors import ConfigError
 from headrace.rewards.functions import RewardFunction
 from headrace.stages import StageContext, StageSpec
 
@@ -16,7 +18,8 @@ from headrace.stages import StageContext, StageSpec
 class RewardStage:
     """Writes `reward` (float64 [R]; NaN where the function returned None) and one `reward/part/<name>` metric a part.
 
-    `add_model_score` adds column `reward_model_score` to it.
+    `add_model_score` adds column `reward_model_score` to it. What is wrong with `function` itself is kept in
+    `problems`, which compiling a flow reports together with everything else.
     """
 
     def __init__(
@@ -26,18 +29,22 @@ class RewardStage:
         settings: RewardConfig | None = None,
         add_model_score: bool = False,
     ) -> None:
+        self.problems: list[str] = []
+        self.function: RewardFunction | None = None
         concurrency = (settings or RewardConfig()).max_concurrency
-        self.function = (
-            None if function is None else RewardFunction.resolve(function, max_concurrency=concurrency)
-        )
+        if function is not None:
+            try:
+                self.function = RewardFunction.resolve(function, max_concurrency=concurrency)
+            except ConfigError as error:
+                self.problems = error.violations
         self.add_model_score = add_model_score
         reads = ("completion", *(("reward_model_score",) if add_model_score else ()))
         self.__stage_spec__ = StageSpec(reads=reads, writes=("reward",))
         self.__name__ = "reward"
 
-    def check(self, columns: set[str]) -> list[str]:
+    def check(self, columns: Collection[str]) -> list[str]:
         """Violations of what the function asks for, given the columns there will be."""
-        return self.function.check(columns) if self.function is not None else []
+        return self.function.check(set(columns)) if self.function is not None else []
 
     def __call__(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         rewards = torch.zeros(batch.num_rows, dtype=torch.float64)
@@ -53,7 +60,8 @@ class RewardStage:
             for name, values in result.parts.items():
                 given = [float(v) for v in values if v is not None]
                 prefix = "eval" if context.evaluation else "reward"
-                context.metrics.add(f"{prefix}/part/{name}", sum(given), len(given))
+                safe = re.sub(r"[^\w.-]+", "_", name)  # a metric name has no spaces or further slashes
+                context.metrics.add(f"{prefix}/part/{safe}", sum(given), len(given))
         if self.add_model_score:
             rewards = rewards + batch["reward_model_score"].double()
         _reward_metrics(rewards, context)

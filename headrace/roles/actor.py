@@ -14,8 +14,14 @@ from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config
 from headrace.data.batch import Batch
-from headrace.errors import RunError
-from headrace.roles.role import LanguageModelRole, make_engine, optimizer_settings, update_batches
+from headrace.roles.role import (
+    LanguageModelRole,
+    count_updates,
+    make_engine,
+    optimizer_counts,
+    optimizer_settings,
+    update_batches,
+)
 from headrace.rollout.engine import Completion, Request, SamplingParams, sample_seed
 from headrace.rollout.native.engine import NativeEngine
 from headrace.stages import StageContext, stage
@@ -33,6 +39,8 @@ class Actor(LanguageModelRole):
         settings = optimizer_settings(
             config, learning_rate=config.train.learning_rate, total_updates=total_updates
         )
+        if self._engine is not None:
+            self._engine.release()
         self._engine = make_engine(
             self.model,
             config,
@@ -127,12 +135,14 @@ class Actor(LanguageModelRole):
         reads=("input_ids", "response_mask", "rollout_logprobs", "advantages"),
         optional=("loss_mask", "logprobs", "reference_logprobs"),
         sections=("train", "algorithm"),
+        trains=True,
     )
     def update(self, batch: Batch, context: StageContext) -> None:
         """One or more optimizer updates on the step's samples (train.samples_per_update, train.passes_per_step)."""
         config = context.config
-        if config.algorithm.name == "ppo" and context.step <= config.critic.warmup_steps:
-            return
+        if "values" in batch and context.step <= config.critic.warmup_steps:
+            return  # the critic learns alone first
+        before = optimizer_counts(self.engine)
         batch = with_loss_mask(batch)
         updates = update_batches(batch, context)
         if len(updates) > 1 and "logprobs" not in batch:
@@ -150,25 +160,23 @@ class Actor(LanguageModelRole):
             )
             context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
             context.on_progress((number + 1) / len(updates))
-        self._count_updates(context)
+        self._count_updates(before, context)
 
-    @stage(reads=("input_ids", "response_mask"), sections=("train",))
+    @stage(reads=("input_ids", "response_mask"), sections=("train",), trains=True, supervised=True)
     def supervised_update(self, batch: Batch, context: StageContext) -> None:
         """One supervised update: mean negative log-likelihood over all response tokens of the batch."""
+        before = optimizer_counts(self.engine)
         weights = token_weights(batch["response_mask"], batch.offsets, "token_mean")
         context.metrics.merge(
             self.engine.update(batch.with_columns({"loss_weight": weights}), SupervisedLoss())
         )
         context.metrics.add_total("sft/tokens", int(batch["response_mask"].sum()))
-        self._count_updates(context)
+        self._count_updates(before, context)
 
-    def _count_updates(self, context: StageContext) -> None:
-        optimizer = self.engine.optimizer
-        if optimizer is None or self._rollout is None:
-            raise RunError(f"{self.name}: this model is frozen and cannot be updated")
-        self._rollout.weight_version = optimizer.updates
-        context.metrics.add(f"{self.engine.prefix}/updates", optimizer.updates, 1)
-        context.metrics.add(f"{self.engine.prefix}/skipped_updates", optimizer.skipped, 1)
+    def _count_updates(self, before: tuple[int, int], context: StageContext) -> None:
+        count_updates(self.engine, before, context)
+        if self._rollout is not None:
+            self._rollout.weight_version = optimizer_counts(self.engine)[0]
 
     def save(self, path: str | Path) -> Path:
         """Writes the model and tokenizer as a Hugging Face folder."""

@@ -13,7 +13,15 @@ from headrace.data.batch import Batch
 from headrace.models.causal_lm import ScalarModel
 from headrace.models.heads import critic_from, load_scalar_model
 from headrace.models.hf import resolve_device, resolve_dtype
-from headrace.roles.role import LanguageModelRole, Role, make_engine, optimizer_settings, update_batches
+from headrace.roles.role import (
+    LanguageModelRole,
+    Role,
+    count_updates,
+    make_engine,
+    optimizer_counts,
+    optimizer_settings,
+    update_batches,
+)
 from headrace.stages import StageContext, stage
 from headrace.training.torch_engine import TorchEngine
 from headrace.training.value_loss import ValueLoss
@@ -23,6 +31,7 @@ class Critic(Role):
     """Starts from `model.path`, or, with `start`, from a copy of that role's transformer; values start at 0."""
 
     name = "critic"
+    key = "critic.path"
 
     def __init__(
         self, model: ModelConfig, device: str = "auto", start: LanguageModelRole | None = None
@@ -31,6 +40,10 @@ class Critic(Role):
         self.start = start
         self._model: ScalarModel | None = None
         self._engine: TorchEngine | None = None
+
+    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+        copied = self.start is not None or self._model is not None
+        return [] if copied else super().problems(reader)
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         if self._model is None:
@@ -41,7 +54,7 @@ class Critic(Role):
                 device = resolve_device(self.device_name)
                 self._model = load_scalar_model(
                     str(c.path),
-                    key="critic.path",
+                    key=self.key,
                     device=device,
                     dtype=resolve_dtype(c.dtype, device),
                     trust_remote_code=c.trust_remote_code,
@@ -51,6 +64,8 @@ class Critic(Role):
         settings = optimizer_settings(
             config, learning_rate=config.critic.learning_rate, total_updates=total_updates
         )
+        if self._engine is not None:
+            self._engine.release()
         self._engine = make_engine(
             self._model, config, prefix="critic", optimizer=settings if trains else None
         )
@@ -71,22 +86,22 @@ class Critic(Role):
         return {"values": values}
 
     @stage(
-        reads=("input_ids", "response_mask", "values", "returns", "loss_mask"), sections=("critic", "train")
+        reads=("input_ids", "response_mask", "values", "returns", "loss_mask"),
+        sections=("critic", "train"),
+        trains=True,
     )
     def update(self, batch: Batch, context: StageContext) -> None:
         """Value updates on the step's samples; token mean over the whole update."""
         mask, returns, values = batch["loss_mask"], batch["returns"], batch["values"]
         _explained_variance(context, returns[mask], values[mask])
         loss = ValueLoss(context.config.critic.value_clip)
+        before = optimizer_counts(self.engine)
         updates = update_batches(batch, context)
         for number, part in enumerate(updates):
             weights = token_weights(part["loss_mask"], part.offsets, "token_mean")
             context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
             context.on_progress((number + 1) / len(updates))
-        optimizer = self.engine.optimizer
-        if optimizer is not None:
-            context.metrics.add("critic/updates", optimizer.updates, 1)
-            context.metrics.add("critic/skipped_updates", optimizer.skipped, 1)
+        count_updates(self.engine, before, context)
 
     def save(self, path: str | Path) -> None:
         """Writes the critic as a Hugging Face sequence-classification folder."""

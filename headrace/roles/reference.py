@@ -16,6 +16,7 @@ class Reference(LanguageModelRole):
     """`start` makes it a copy of another role's weights as they are when the run starts."""
 
     name = "reference"
+    key = "reference.path"
 
     def __init__(
         self,
@@ -26,6 +27,10 @@ class Reference(LanguageModelRole):
     ) -> None:
         super().__init__(model, device, loaded)
         self.start = start
+
+    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+        copied = self.start is not None or self.is_loaded
+        return [] if copied else super().problems(reader)
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         if self._model is None and self.start is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError
 from headrace.models.causal_lm import ScalarModel
 from headrace.models.heads import load_scalar_model
 from headrace.models.hf import resolve_device, resolve_dtype
@@ -22,12 +20,10 @@ class RewardModel(Role):
     """Scores prompt + response. Its tokenizer must share the actor's vocabulary: ids are never re-encoded."""
 
     name = "reward_model"
+    key = "reward.model"
 
-    def __init__(
-        self, model: ModelConfig, device: str = "auto", actor_tokenizer: Callable[[], Any] | None = None
-    ) -> None:
+    def __init__(self, model: ModelConfig, device: str = "auto") -> None:
         super().__init__(model, device)
-        self.actor_tokenizer = actor_tokenizer
         self._model: ScalarModel | None = None
         self._engine: TorchEngine | None = None
 
@@ -37,17 +33,11 @@ class RewardModel(Role):
             device = resolve_device(self.device_name)
             self._model = load_scalar_model(
                 str(c.path),
-                key="reward.model",
+                key=self.key,
                 device=device,
                 dtype=resolve_dtype(c.dtype, device),
                 trust_remote_code=c.trust_remote_code,
             )
-            actor = self.actor_tokenizer() if self.actor_tokenizer is not None else None
-            if actor is not None and actor.get_vocab() != self._model.tokenizer.get_vocab():
-                raise ConfigError(
-                    f"reward.model: the vocabulary of '{c.path}' is not the actor's, so its scores would be of other"
-                    " text; use a reward model trained on the same tokenizer, or wrap it in a reward.function"
-                )
         self._engine = make_engine(self._model, config, prefix="reward_model", optimizer=None)
 
     @stage(reads=("input_ids",), writes=("reward_model_score",))

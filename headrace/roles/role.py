@@ -12,6 +12,7 @@ import torch
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
+from headrace.errors import ConfigError, RunError
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from headrace.stages import StageContext
@@ -20,9 +21,10 @@ from headrace.training.torch_engine import TorchEngine
 
 
 class Role:
-    """Base of all roles. `name` prefixes its metrics and its errors."""
+    """Base of all roles. `name` prefixes its metrics and its errors; `key` is the setting of its model."""
 
     name = "role"
+    key = "model.path"
 
     def __init__(self, model: ModelConfig, device: str = "auto") -> None:
         self.model_config = model
@@ -30,6 +32,23 @@ class Role:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model_config.path})"
+
+    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+        """What is wrong with the model, as far as that shows without its weights.
+
+        `reader` is the role that tokenizes the data: ids are never re-encoded, so vocabularies must be the same.
+        """
+        c = self.model_config
+        try:
+            tokenizer = load_tokenizer(c.tokenizer or str(c.path), c.trust_remote_code, self.key)
+        except ConfigError as error:
+            return error.violations
+        if reader is None or tokenizer.get_vocab() == reader.tokenizer.get_vocab():
+            return []
+        return [
+            f"{self.key}: the vocabulary of '{c.path}' is not that of '{reader.model_config.path}', so it would read"
+            " other text than was sampled; use a model with the same tokenizer"
+        ]
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         """Loads the model and, when the flow `trains` this role, makes its optimizer. Called once before a run."""
@@ -54,7 +73,8 @@ class LanguageModelRole(Role):
         """The tokenizer alone, without the weights; with `model.chat_template` applied."""
         if self._tokenizer is None:
             c = self.model_config
-            self._tokenizer = load_tokenizer(c.tokenizer or str(c.path), c.trust_remote_code)
+            key = self.key if c.tokenizer is None else "model.tokenizer"
+            self._tokenizer = load_tokenizer(c.tokenizer or str(c.path), c.trust_remote_code, key)
             if c.chat_template is not None:
                 use_chat_template(self._tokenizer, c.chat_template)
         return self._tokenizer
@@ -67,13 +87,13 @@ class LanguageModelRole(Role):
             device = resolve_device(self.device_name)
             self._model = load_causal_lm(
                 str(c.path),
-                tokenizer=c.tokenizer,
+                key=self.key,
+                tokenizer=self.tokenizer,
                 device=device,
                 dtype=resolve_dtype(c.dtype, device),
                 trust_remote_code=c.trust_remote_code,
                 gradient_checkpointing=c.gradient_checkpointing,
             )
-            self._model.tokenizer = self.tokenizer
         return self._model
 
     @property
@@ -112,6 +132,20 @@ def optimizer_settings(config: Config, *, learning_rate: float, total_updates: i
         max_grad_norm=t.max_grad_norm,
         offload=t.offload_optimizer,
     )
+
+
+def optimizer_counts(engine: TorchEngine) -> tuple[int, int]:
+    """(updates, skipped updates) of the engine so far. Raises RunError for a frozen model."""
+    if engine.optimizer is None:
+        raise RunError(f"{engine.prefix}: this model is frozen and cannot be updated")
+    return engine.optimizer.updates, engine.optimizer.skipped
+
+
+def count_updates(engine: TorchEngine, before: tuple[int, int], context: StageContext) -> None:
+    """Adds the step's updates and skipped updates: those since `before`."""
+    after = optimizer_counts(engine)
+    context.metrics.add_total(f"{engine.prefix}/updates", after[0] - before[0])
+    context.metrics.add_total(f"{engine.prefix}/skipped_updates", after[1] - before[1])
 
 
 def update_batches(batch: Batch, context: StageContext) -> list[Batch]:

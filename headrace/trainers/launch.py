@@ -11,6 +11,7 @@ from headrace.config import Config
 from headrace.data.dataset import HFDataset
 from headrace.flow.run import Evaluation, RunResult
 from headrace.roles.actor import Actor
+from headrace.roles.reward_model import RewardModel
 from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
 
 logger = logging.getLogger(__name__)
@@ -34,9 +35,9 @@ def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: 
     flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
     evaluation = None
     if held_out is not None:
-        evaluation = Evaluation(
-            evaluation_flow(config, actor, reward).compile(), held_out, config.eval.every_steps
-        )
+        scorer = next((role for role in flow.roles if isinstance(role, RewardModel)), None)
+        checked = evaluation_flow(config, actor, reward, scorer).compile()
+        evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return flow.run(dataset, evaluation=evaluation)
 
 
@@ -63,7 +64,11 @@ def run_eval(config: Config) -> int:
 
     actor = Actor(config.model, config.run.device)
     flow = evaluation_flow(config, actor, config.reward.function).compile()
-    directory, metrics = run_evaluation(flow, held_out_of(config) or dataset_of(config))
+    held_out = held_out_of(config)
+    if held_out is not None:
+        directory, metrics = run_evaluation(flow, held_out)
+    else:
+        directory, metrics = run_evaluation(flow, dataset_of(config), key="data")
     logger.info("samples: %s", directory.samples)
     sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
     return 0

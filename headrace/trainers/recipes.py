@@ -21,7 +21,7 @@ def grpo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
     """GRPO (Shao et al. 2024): rollout → reward (∥ reference) → group advantages → update."""
     flow = Flow("grpo", config)
     rollout = flow.add_stage("rollout", actor.generate)
-    needed = [add_reward(flow, config, actor, reward, rollout), *add_reference(flow, config, actor, rollout)]
+    needed = [add_reward(flow, config, reward, rollout), *add_reference(flow, config, actor, rollout)]
     advantage = flow.add_stage("advantage", grpo_advantages, depends_on=needed)
     flow.add_stage("update", actor.update, depends_on=advantage)
     return flow
@@ -32,7 +32,7 @@ def ppo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
     flow = Flow("ppo", config)
     critic = make_critic(config, actor)
     rollout = flow.add_stage("rollout", actor.generate)
-    needed = [add_reward(flow, config, actor, reward, rollout), *add_reference(flow, config, actor, rollout)]
+    needed = [add_reward(flow, config, reward, rollout), *add_reference(flow, config, actor, rollout)]
     needed.append(flow.add_stage("values", critic.values, depends_on=rollout))
     needed.append(flow.add_stage("logprobs", actor.logprobs, depends_on=rollout))
     advantage = flow.add_stage("advantage", gae_advantages, depends_on=needed)
@@ -48,23 +48,25 @@ def sft_flow(config: Config, actor: Actor) -> Flow:
     return flow
 
 
-def evaluation_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
-    """Rollout and reward on held-out prompts."""
+def evaluation_flow(config: Config, actor: Actor, reward: Reward, scorer: RewardModel | None = None) -> Flow:
+    """Rollout and reward on held-out prompts; `scorer` is the reward model of a training flow, used here too."""
     flow = Flow("eval", config)
     rollout = flow.add_stage("rollout", actor.generate)
-    add_reward(flow, config, actor, reward, rollout)
+    add_reward(flow, config, reward, rollout, scorer)
     return flow
 
 
 RECIPES: dict[str, Callable[[Config, Actor, Reward], Flow]] = {"grpo": grpo_flow, "ppo": ppo_flow}
 
 
-def add_reward(flow: Flow, config: Config, actor: Actor, reward: Reward, rollout: Stage) -> Stage:
+def add_reward(
+    flow: Flow, config: Config, reward: Reward, rollout: Stage, scorer: RewardModel | None = None
+) -> Stage:
     """The reward stage, and before it the reward model's where one is configured."""
     if config.reward.model is None:
         return flow.add_stage("reward", RewardStage(reward, settings=config.reward), depends_on=rollout)
     model = config.model.model_copy(update={"path": config.reward.model, "tokenizer": None})
-    scorer = RewardModel(model, config.run.device, actor_tokenizer=lambda: actor.tokenizer)
+    scorer = scorer or RewardModel(model, config.run.device)
     score = flow.add_stage("reward_model", scorer.score, depends_on=rollout)
     combined = RewardStage(reward, settings=config.reward, add_model_score=True)
     return flow.add_stage("reward", combined, depends_on=score)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, overload
 
-from headrace.config import Config, ModelConfig, violations
+from headrace.config import Config, ModelConfig, setting_violations, violations
 from headrace.config_aliases import apply_aliases
 from headrace.config_load import from_mapping
 from headrace.data.dataset import HFDataset
@@ -44,7 +44,7 @@ def get_hf_model(path: str, role: str = "actor", **keywords: Any) -> Role:
     if "device" in others:
         others["device_map"] = others.pop("device")
     config = from_mapping(_merge(apply_aliases(others), {"model": {"path": path, **model_keys}}))
-    problems = [v for v in violations(config, "sft") if not v.startswith("data.")]
+    problems = setting_violations(config)
     if problems:
         raise ConfigError(problems)
     return _ROLES[role](config.model, config.run.device)
@@ -73,7 +73,7 @@ class RLTrainer:
         **keywords: Any,
     ) -> None:
         if isinstance(config, Config):
-            config = config.model_dump(exclude_unset=True)
+            config = set_values(config)
         self._base: dict[str, Any] = _merge(dict(config or {}), apply_aliases(keywords))
         if algorithm is not None or "algorithm" not in self._base:
             self._base = _merge(self._base, {"algorithm": {"name": algorithm or self.algorithm}})
@@ -96,10 +96,8 @@ class RLTrainer:
         """
         config = self.resolve(**keywords)
         reward = self.reward_fn if self.reward_fn is not None else config.reward.function
-        given = {"data." if dataset is not None else None, "reward." if reward is not None else None}
-        problems = [
-            v for v in violations(config) if not any(g is not None and v.startswith(g) for g in given)
-        ]
+        given = [k for k, v in (("data.path:", dataset), ("reward.function:", reward)) if v is not None]
+        problems = [v for v in violations(config) if not v.startswith(tuple(given))]
         if problems:
             raise ConfigError(problems)
         actor = self.actor if self.actor is not None else Actor(config.model, config.run.device)
@@ -121,6 +119,12 @@ class PPOTrainer(RLTrainer):
     ) -> None:
         actor = keywords.pop("actor", None)
         super().__init__(actor if actor is not None else model_name, reward_fn, "ppo", **keywords)
+
+
+def set_values(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings that were given or assigned, by section."""
+    sections = {name: getattr(config, name).model_dump(exclude_unset=True) for name in Config.model_fields}
+    return {name: values for name, values in sections.items() if values}
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

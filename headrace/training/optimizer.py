@@ -66,12 +66,13 @@ class MasterAdamW:
         self._parameters = [p for p in parameters if p.requires_grad]
         self._masters: list[Tensor] = []
         self._grad_sums: list[Tensor | None] = []
+        self._hooks: list[Any] = []
         for index, p in enumerate(self._parameters):
             if p.dtype == torch.float32:
                 self._masters.append(p)
             else:
                 self._masters.append(p.detach().to(torch.float32).clone())
-                p.register_post_accumulate_grad_hook(self._summing_hook(index))
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._summing_hook(index)))
             self._grad_sums.append(None)
         self._home = self._parameters[0].device
         decay = [m for m in self._masters if m.dim() >= 2]
@@ -86,6 +87,13 @@ class MasterAdamW:
             eps=settings.adam_epsilon,
             fused=self._home.type == "cuda",
         )
+
+    def release(self) -> None:
+        """Lets go of the parameters, so that another optimizer can take them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.zero_grad()
 
     def _summing_hook(self, index: int) -> Any:
         def add(parameter: Tensor) -> None:

@@ -21,6 +21,9 @@ from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 
 logger = logging.getLogger(__name__)
 
+# logits alive at a time: small enough for a CPU's cache traffic, large enough to keep a GPU busy
+LOGIT_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+
 
 class TorchEngine:
     """One model with, once it is to be trained, its optimizer.
@@ -45,10 +48,15 @@ class TorchEngine:
         self.tokens_per_microbatch = tokens_per_microbatch
         self.microbatches_per_update = microbatches_per_update
         self.max_skipped_updates = max_skipped_updates
+        # a model that an earlier engine froze can be trained by this one
+        model.requires_grad_(optimizer is not None)
         self.optimizer = MasterAdamW(model.parameters(), optimizer) if optimizer else None
         self._skipped_in_a_row = 0
-        if optimizer is None:
-            model.requires_grad_(False)
+
+    def release(self) -> None:
+        """Ends this engine's hold on the model, so that another engine can train it."""
+        if self.optimizer is not None:
+            self.optimizer.release()
 
     def _forward(self, batch: Batch, with_entropy: bool = True) -> TokenOutputs:
         device = self.model.device
@@ -62,7 +70,12 @@ class TorchEngine:
         if isinstance(self.model, ScalarModel):
             return TokenOutputs(values=blank.index_put((index,), self.model.scalars(before)))
         logprobs, entropy = token_logprobs(
-            before, self.model.head(), input_ids[index], self.temperature, with_entropy=with_entropy
+            before,
+            self.model.head(),
+            input_ids[index],
+            self.temperature,
+            chunk_bytes=LOGIT_CHUNK_BYTES[device.type],
+            with_entropy=with_entropy,
         )
         return TokenOutputs(
             logprobs=blank.index_put((index,), logprobs),
@@ -122,6 +135,8 @@ class TorchEngine:
             logger.warning(
                 "%s: no token of this update counts in the loss; the weights stay as they are", self.prefix
             )
+            for name in loss.per_update:
+                sums.add(name, 0.0, 1)
             return sums
         for micro in self.microbatches(batch):
             micro = micro.to(self.model.device)

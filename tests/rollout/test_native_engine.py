@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ARCHITECTURES, VOCAB
 
 from headrace.errors import ConfigError
 from headrace.models.causal_lm import CausalLM
@@ -21,6 +20,8 @@ from headrace.rollout.native.engine import NativeEngine
 
 Prompts = list[tuple[int, ...]]
 Tiny = Callable[[str], CausalLM]
+ARCHITECTURES = ["llama", "qwen2-tied", "qwen3", "gemma3", "gpt2"]
+VOCAB = 97  # of the models in tests/conftest.py
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
 
 

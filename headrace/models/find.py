@@ -1,0 +1,50 @@
+"""Where a model is: a folder or file here, else a hub id. Decided without loading anything."""
+
+from __future__ import annotations
+
+import socket
+import urllib.parse
+import urllib.request
+from pathlib import Path
+
+from headrace.errors import ConfigError
+
+CONNECT_LIMIT_S = 10.0
+
+
+def find_model(path: str, key: str = "model.path") -> str:
+    """`path` as it can be loaded: an existing folder or file, else a hub id.
+
+    Raises ConfigError naming `key` for what is neither: the path of a folder that is not here, or a hub id that is
+    not in the local cache while the hub cannot be reached.
+    """
+    local = Path(path).expanduser()
+    if local.exists():
+        return str(local)
+    parts = Path(path).parts
+    is_path = path.endswith(".gguf") or path[:1] in tuple("/.~\\") or len(parts) > 2
+    if is_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
+        raise ConfigError(f"{key}: '{path}' does not exist (looked in {Path.cwd()})")
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    names = ("config.json", "tokenizer_config.json")
+    cached = any(isinstance(try_to_load_from_cache(path, name), str) for name in names)
+    if not cached and (constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)):
+        raise ConfigError(
+            f"{key}: there is no folder '{path}' here (looked in {Path.cwd()}), and as a hub id it is not in the local"
+            f" cache and {constants.ENDPOINT} cannot be reached"
+        )
+    return path
+
+
+def reachable(url: str) -> bool:
+    """False where no connection can be made; this saves the hub client's minute of retries."""
+    parts = urllib.parse.urlsplit(url)
+    if urllib.request.getproxies() or parts.hostname is None:
+        return True  # the client knows the way; let it try
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        socket.create_connection((parts.hostname, port), timeout=CONNECT_LIMIT_S).close()
+    except OSError:
+        return False
+    return True
