@@ -6,6 +6,8 @@ high; then lets GRPO reward its own right answers. Run from the repository's roo
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import time
@@ -29,37 +31,36 @@ def main() -> int:
     task.make(OUT / "task")
     console.print(f"0.5M-parameter Qwen3 and addition problems in {OUT / 'task'}")
     console.rule("2/4  warm start: headrace sft examples/arithmetic/sft.yaml")
-    steps = [
-        ["sft", str(HERE / "sft.yaml"), "run.overwrite=true"],
-        ["train", str(HERE / "grpo.yaml"), "run.overwrite=true"],
-    ]
-    if code := headrace(steps[0]):
+    if code := headrace(["sft", str(HERE / "sft.yaml"), "run.overwrite=true"]):
         return code
     console.rule("3/4  GRPO: headrace train examples/arithmetic/grpo.yaml")
-    if code := headrace(steps[1]):
+    if code := headrace(["train", str(HERE / "grpo.yaml"), "run.overwrite=true"]):
         return code
     console.rule("4/4  the same held-out problems, before and after")
     for name, model in (("before", "sft"), ("after", "grpo")):
         if code := evaluate(name, OUT / model / "model"):
             return code
     show(console)
-    console.print(f"\n{time.perf_counter() - started:.0f} s in all. Try: tensorboard --logdir {OUT}")
+    console.print(
+        f"\n{time.perf_counter() - started:.0f} s in all. Curves: tensorboard --logdir {OUT}", highlight=False
+    )
     return 0
 
 
 def evaluate(name: str, model: Path) -> int:
     """Greedy answers to every held-out problem; every one of them is kept in the run's samples.jsonl."""
     arguments = [f"model={model}", f"run.name={name}", "run.overwrite=true", "run.progress=off"]
-    return headrace(["eval", str(HERE / "grpo.yaml"), *arguments])
+    with contextlib.redirect_stdout(io.StringIO()):  # its metrics stand in the table
+        return headrace(["eval", str(HERE / "grpo.yaml"), *arguments])
 
 
 def show(console: Console) -> None:
     steps = RunDirectory(OUT / "grpo").read_metrics()
     measured = [s for s in steps if "eval/accuracy" in s]
-    keys = ("eval/accuracy", "eval/reward_mean", "eval/response_tokens_mean", "eval/truncated_fraction")
-    before, after = ({k: m[k] for k in keys} for m in (measured[0], measured[-1]))
-    console.print(before_after_table(before, after, title="greedy answers to 256 held-out problems"))
-    console.print("\nreward over the GRPO steps (share of right answers at temperature 1)")
+    labels = {"eval/accuracy": "right answers", "eval/response_tokens_mean": "tokens per answer"}
+    title = f"{measured[0]['eval/rows']:.0f} held-out problems, answered greedily"
+    console.print(before_after_table(measured[0], measured[-1], labels=labels, title=title))
+    console.print("reward over the GRPO steps: the share of right answers sampled at temperature 1")
     console.print(ascii_curve([s["reward/mean"] for s in steps if "reward/mean" in s]))
     console.print("\nsample responses")
     answers = {name: samples(name) for name in ("before", "after")}

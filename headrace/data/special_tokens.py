@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 # Texts whose ids show what a tokenizer puts around any text; the first that has ids of its own is used.
@@ -42,25 +41,6 @@ def with_prefix(ids: Sequence[int], prefix: tuple[int, ...]) -> list[int]:
     while n and tuple(rest[:n]) == prefix:
         rest = rest[n:]
     return [*prefix, *rest]
-
-
-def repair_gguf_bos(tokenizer: Any, path: str | Path) -> None:
-    """Makes a tokenizer read from a GGUF file add its BOS where the file says so and the conversion lost it.
-
-    A file without the flag adds BOS when its vocabulary is SentencePiece's ("llama"), as llama.cpp does; for
-    "gemma4" the chat template writes it. Needs the package gguf.
-    """
-    from gguf import GGUFReader
-
-    fields = GGUFReader(path).fields
-    flag = fields.get("tokenizer.ggml.add_bos_token")
-    model_field = fields.get("tokenizer.ggml.model")
-    model = model_field.contents() if model_field is not None else ""
-    adds = model == "llama" if flag is None else bool(flag.contents())
-    if not adds or model == "gemma4" or tokenizer.bos_token_id is None:
-        return
-    if not text_prefix(tokenizer) or getattr(tokenizer, "add_bos_token", False) is not True:
-        tokenizer.add_bos_token = True
 
 
 def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:

@@ -17,6 +17,7 @@ from headrace.errors import ConfigError, MissingExtraError
 from headrace.models import attention
 from headrace.models.causal_lm import CausalLM, verify_against_hf
 from headrace.models.find import find_model
+from headrace.models.gguf_tokenizer import repair_gguf_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def _gguf_arguments(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> Any:
-    """The tokenizer of a folder, hub id or GGUF file.
+    """The tokenizer of a folder, hub id or GGUF file (checked against the file, see models/gguf_tokenizer.py).
 
     Raises ConfigError naming `key` when it cannot be loaded.
     """
@@ -77,6 +78,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
         raise ConfigError(
             f"{key}: no tokenizer could be loaded from '{path}': {first_line(error)}"
         ) from error
+    if extra:
+        repair_gguf_tokenizer(tokenizer, Path(path), key)
     return tokenizer
 
 

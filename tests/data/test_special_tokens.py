@@ -1,15 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from headrace.data.special_tokens import repair_gguf_bos, text_prefix, with_prefix
+from headrace.data.special_tokens import text_prefix, with_prefix
 
 BOS, EOS = 0, 1
 
@@ -60,41 +58,3 @@ def test_a_prefix_of_two_tokens(byte_tokenizer: Callable[..., Any]) -> None:
 def test_with_prefix_has_it_exactly_once(times: int, rest: list[int]) -> None:
     assert with_prefix([0] * times + rest, (0,)) == [0, *rest]
     assert with_prefix([0] * times + rest, ()) == [0] * times + rest
-
-
-def write_gguf(path: Path, *, add_bos: bool | None, model: str = "llama") -> None:
-    gguf = pytest.importorskip("gguf")
-    writer = gguf.GGUFWriter(str(path), "gemma3")
-    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "▁"]
-    writer.add_tokenizer_model(model)
-    writer.add_token_list(tokens)
-    writer.add_bos_token_id(2)
-    if add_bos is not None:
-        writer.add_add_bos_token(add_bos)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@pytest.mark.parametrize(
-    "flag, model, prefix",
-    [
-        (True, "llama", (BOS,)),
-        (False, "llama", ()),
-        (None, "llama", (BOS,)),
-        (None, "gpt2", ()),
-        (True, "gemma4", ()),
-    ],
-)
-def test_gguf_says_whether_bos_is_added(
-    tmp_path: Path, byte_tokenizer: Callable[..., Any], flag: bool | None, model: str, prefix: tuple[int, ...]
-) -> None:
-    write_gguf(tmp_path / "m.gguf", add_bos=flag, model=model)
-    tokenizer = byte_tokenizer()
-    repair_gguf_bos(tokenizer, tmp_path / "m.gguf")
-    assert text_prefix(tokenizer) == prefix
-    assert tokenizer("a").input_ids[: len(prefix)] == list(prefix)
-    # a second repair changes nothing
-    repair_gguf_bos(tokenizer, tmp_path / "m.gguf")
-    assert text_prefix(tokenizer) == prefix
