@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,13 @@ def repair_gguf_tokenizer(tokenizer: Any, path: Path, key: str = "model.path") -
         return default if field is None else field.contents()
 
     if value("model") == "llama" and value("scores") is not None:
-        tokens = [token.replace(" ", SPACE) for token in value("tokens")]
-        scores = dict(zip(tokens, value("scores"), strict=True))
-        kinds = dict(zip(tokens, value("token_type", [0] * len(tokens)), strict=True))
-        _repair_pieces(tokenizer, scores, kinds, bool(value("add_space_prefix", True)), path, key)
+        tokens = value("tokens")
+        vocabulary = Vocabulary(
+            scores=dict(zip(tokens, value("scores"), strict=True)),
+            kinds=dict(zip(tokens, value("token_type", [0] * len(tokens)), strict=True)),
+            space_prefix=bool(value("add_space_prefix", True)),
+        )
+        _repair_pieces(tokenizer, vocabulary, path, key)
     _repair_bos(tokenizer, value("model", ""), value("add_bos_token"))
 
 
@@ -54,59 +59,82 @@ def _repair_bos(tokenizer: Any, model: str, flag: bool | None) -> None:
         tokenizer.add_bos_token = True
 
 
-def _repair_pieces(
-    tokenizer: Any, scores: Mapping[str, float], kinds: Mapping[str, int], prefix: bool, path: Path, key: str
-) -> None:
-    expected = sentencepiece_bpe((SPACE if prefix else "") + PROBE.replace(" ", SPACE), scores)
-    if _pieces(tokenizer) == expected:
+def _repair_pieces(tokenizer: Any, vocabulary: Vocabulary, path: Path, key: str) -> None:
+    expected = vocabulary.encode(PROBE)
+    if _ids(tokenizer) == expected:
         return
     from tokenizers import AddedToken, models
 
     logger.info("%s: rebuilding the tokenizer's merges from the scores in the file", path.name)
     tokenizer.backend_tokenizer.model = models.BPE(
-        vocab={token: i for i, token in enumerate(scores)},
-        merges=merges_of(scores),
+        vocab={token: i for i, token in enumerate(vocabulary.scores)},
+        merges=vocabulary.merges(),
         unk_token=tokenizer.unk_token,
         byte_fallback=True,
         fuse_unk=True,
     )
-    whole = [token for token, kind in kinds.items() if kind in (CONTROL, USER_DEFINED)]
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=kinds[t] == CONTROL) for t in whole])
-    if _pieces(tokenizer) != expected:
+    whole = [t for t, kind in vocabulary.kinds.items() if kind in (CONTROL, USER_DEFINED)]
+    tokenizer.add_tokens(
+        [AddedToken(t, normalized=False, special=vocabulary.kinds[t] == CONTROL) for t in whole]
+    )
+    if _ids(tokenizer) != expected:
         raise ConfigError(
             f"{key}: the tokenizer in '{path}' is not read correctly by this version of transformers;"
             " set model.tokenizer to a folder or hub id with the same model's tokenizer"
         )
 
 
-def _pieces(tokenizer: Any) -> list[str]:
-    ids = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    return list(tokenizer.convert_ids_to_tokens(ids))
+def _ids(tokenizer: Any) -> list[int]:
+    return list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
 
 
-def sentencepiece_bpe(text: str, scores: Mapping[str, float]) -> list[str]:
-    """The pieces of `text`: join the adjacent pair whose piece scores highest (the leftmost of equals) until none is
-    left; a character without a piece becomes its bytes (Kudo & Richardson 2018, BPE mode)."""
-    pieces = list(text)
-    while True:
-        pairs = enumerate(itertools.pairwise(pieces))
-        best, at = max(((scores.get(a + b, -math.inf), -i) for i, (a, b) in pairs), default=(-math.inf, 0))
-        if best == -math.inf:
-            return [part for piece in pieces for part in ([piece] if piece in scores else _bytes(piece))]
-        pieces[-at : -at + 2] = [pieces[-at] + pieces[-at + 1]]
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a SentencePiece BPE vocabulary, in the order of their ids, with scores and kinds."""
+
+    scores: Mapping[str, float]
+    kinds: Mapping[str, int]
+    space_prefix: bool
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`: user-defined tokens first (the longest at each place), BPE between them.
+
+        A character without a piece becomes its bytes (Kudo & Richardson 2018, BPE mode).
+        """
+        whole = sorted((t for t, k in self.kinds.items() if k == USER_DEFINED), key=len, reverse=True)
+        cuts = re.split("(" + "|".join(map(re.escape, whole)) + ")", text) if whole else [text]
+        cuts[0] = (" " if self.space_prefix else "") + cuts[0]
+        pieces: list[str] = []
+        for number, cut in enumerate(cuts):
+            pieces += [cut] if number % 2 else self._bpe(cut.replace(" ", SPACE))
+        numbers = {token: i for i, token in enumerate(self.scores)}
+        return [
+            numbers[part] for piece in pieces for part in ([piece] if piece in numbers else _bytes(piece))
+        ]
+
+    def _bpe(self, text: str) -> list[str]:
+        """Joins the adjacent pair whose piece scores highest (the leftmost of equals) until none is left."""
+        pieces = list(text)
+        while True:
+            pairs = enumerate(itertools.pairwise(pieces))
+            best, at = max(
+                ((self.scores.get(a + b, -math.inf), -i) for i, (a, b) in pairs), default=(-math.inf, 0)
+            )
+            if best == -math.inf:
+                return pieces
+            pieces[-at : -at + 2] = [pieces[-at] + pieces[-at + 1]]
+
+    def merges(self) -> list[tuple[str, str]]:
+        """Every way to make a piece of two others, best-scored piece first: the ranks of a BPE model."""
+        found = [
+            (score, token[:cut], token[cut:])
+            for token, score in self.scores.items()
+            for cut in range(1, len(token))
+            if token[:cut] in self.scores and token[cut:] in self.scores
+        ]
+        found.sort(key=lambda merge: -merge[0])
+        return [(left, right) for _, left, right in found]
 
 
 def _bytes(piece: str) -> list[str]:
     return [f"<0x{byte:02X}>" for byte in piece.encode()]
-
-
-def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, best-scored piece first: the ranks of a BPE model."""
-    found = [
-        (score, token[:cut], token[cut:])
-        for token, score in scores.items()
-        for cut in range(1, len(token))
-        if token[:cut] in scores and token[cut:] in scores
-    ]
-    found.sort(key=lambda merge: -merge[0])
-    return [(left, right) for _, left, right in found]

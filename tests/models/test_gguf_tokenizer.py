@@ -14,15 +14,18 @@ from transformers import PreTrainedTokenizerFast
 
 from headrace.data.special_tokens import text_prefix
 from headrace.errors import ConfigError
-from headrace.models.gguf_tokenizer import SPACE, repair_gguf_tokenizer, sentencepiece_bpe
+from headrace.models.gguf_tokenizer import SPACE, Vocabulary, repair_gguf_tokenizer
 
 TEXT = Path(gguf.__file__).with_name("constants.py").read_text(encoding="utf-8")[:60_000]
 SENTENCES = [
     "The weather in Natalia's town was surprisingly warm, although nobody had expected it.",
     "tokenizer scores and merges of the general architecture",
-    "two  spaces\n\nand a new line",
+    "two  spaces,   three    four\n\nand a new line",
     "unknown: 你 🙂",
 ]
+
+
+USER_DEFINED = ["\n\n", "\n", "  ", "   "]
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +45,17 @@ def processor() -> Any:
         eos_id=1,
         bos_id=2,
         unk_id=3,
-        user_defined_symbols=["\n\n", "\n"],
+        user_defined_symbols=[s.replace(" ", SPACE) for s in USER_DEFINED],
         minloglevel=2,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def raw_pieces(processor: Any) -> list[str]:
+    """Pieces by id; user-defined ones with plain spaces, as converters write them."""
+    pieces = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    plain = {s.replace(" ", SPACE): s for s in USER_DEFINED}
+    return [plain.get(p, p) for p in pieces]
 
 
 def write_gguf(
@@ -53,11 +63,11 @@ def write_gguf(
 ) -> dict[str, float]:
     """The vocabulary as converters write it: pieces, scores, kinds of token."""
     ids = range(processor.vocab_size())
-    pieces = [processor.id_to_piece(i) for i in ids]
+    pieces = raw_pieces(processor)
     scores = [processor.get_score(i) for i in ids]
     kinds = []
     for i in ids:
-        control, user = processor.is_control(i), pieces[i] in ("\n", "\n\n")
+        control, user = processor.is_control(i), pieces[i] in USER_DEFINED
         kinds.append(
             3
             if control
@@ -112,11 +122,11 @@ def test_pieces_are_sentencepieces_own(tmp_path: Path, processor: Any) -> None:
 
 
 def test_the_reference_is_sentencepieces_algorithm(processor: Any) -> None:
-    scores = {processor.id_to_piece(i): processor.get_score(i) for i in range(processor.vocab_size())}
-    for sentence in SENTENCES[:2]:
-        assert sentencepiece_bpe(sentence.replace(" ", SPACE), scores) == processor.encode(
-            sentence, out_type=str
-        )
+    pieces = raw_pieces(processor)
+    kinds = {p: 4 if p in USER_DEFINED else 1 for p in pieces}
+    scores = {p: processor.get_score(i) for i, p in enumerate(pieces)}
+    for sentence in SENTENCES:
+        assert Vocabulary(scores, kinds, space_prefix=False).encode(sentence) == processor.encode(sentence)
 
 
 def test_what_cannot_be_made_right_is_refused(tmp_path: Path, processor: Any) -> None:
