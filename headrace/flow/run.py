@@ -306,4 +306,5 @@ def _memory_metrics(metrics: MetricSums) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics.add("memory/peak_resident_bytes", peak * (1 if sys.platform == "darwin" else 1024))
     if torch.cuda.is_available():
-        metrics.add("memory/peak_device_bytes", torch.cuda.max_memory_allocated())
+        devices = range(torch.cuda.device_count())
+        metrics.add_max("memory/peak_device_bytes", max(map(torch.cuda.max_memory_allocated, devices)))

@@ -61,13 +61,13 @@ _BUILT_IN = (
     Metric("actor/clip_fraction", "fraction", "Response tokens whose loss was clipped."),
     Metric("actor/dual_clip_fraction", "fraction", "Response tokens bounded by algorithm.dual_clip."),
     Metric("actor/grad_norm", "norm", "Global gradient norm of the actor before clipping."),
-    Metric("actor/learning_rate", "rate", "Learning rate of the actor's last update."),
+    Metric("actor/learning_rate", "rate", "Learning rate of the actor, mean over the step's updates."),
     Metric("actor/updates", "updates", "Optimizer updates of the actor in the step."),
     Metric("actor/skipped_updates", "updates", "Actor updates left out because a gradient was not finite."),
     Metric("critic/loss", "loss", "Value loss of the critic."),
     Metric("critic/clip_fraction", "fraction", "Response tokens whose value change was clipped."),
     Metric("critic/grad_norm", "norm", "Global gradient norm of the critic before clipping."),
-    Metric("critic/learning_rate", "rate", "Learning rate of the critic's last update."),
+    Metric("critic/learning_rate", "rate", "Learning rate of the critic, mean over the step's updates."),
     Metric(
         "critic/explained_variance",
         "ratio",
@@ -87,12 +87,6 @@ _BUILT_IN = (
     Metric(
         "gap/kl", "nats", "KL of the rollout to the trainer distribution, estimated on the sampled tokens."
     ),
-    Metric(
-        "gap/ratio_mean",
-        "ratio",
-        "Mean of trainer over rollout probability of the sampled tokens; 1 without a gap.",
-    ),
-    Metric("gap/tokens", "tokens", "Sampled tokens the gap was measured on."),
     Metric("sft/loss", "nats", "Mean negative log-likelihood of a target token."),
     Metric("sft/perplexity", "ratio", "exp of sft/loss."),
     Metric("sft/tokens", "tokens", "Target tokens trained on in the update."),
@@ -112,9 +106,8 @@ _BUILT_IN = (
     Metric("time/step_s", "s", "Wall-clock time of the whole step."),
     Metric("time/eval_s", "s", "Wall-clock time of the evaluation."),
     Metric("time/<stage>_s", "s", "Wall-clock time of one stage of the step."),
-    Metric("memory/peak_device_bytes", "bytes", "Highest memory allocated on the device in the step."),
+    Metric("memory/peak_device_bytes", "bytes", "Highest memory allocated on the device so far."),
     Metric("memory/peak_resident_bytes", "bytes", "Highest resident memory of the process so far."),
-    Metric("memory/resident_bytes", "bytes", "Resident memory of the process at the end of the step."),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _BUILT_IN}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from headrace.algorithms.gap import logprob_gap
@@ -30,39 +29,40 @@ class PolicyLoss:
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
         a = self.algorithm
-        logprobs, entropy = outputs.logprobs, outputs.entropy
-        if logprobs is None or entropy is None:
+        if outputs.logprobs is None or outputs.entropy is None:
             raise ValueError("the policy loss needs log-probabilities and entropy")
-        mask, weight = batch["loss_mask"], batch["loss_weight"]
-        old = batch["logprobs"] if "logprobs" in batch else logprobs.detach()
+        mask = batch["loss_mask"]
+        # masked tokens leave before any arithmetic: a NaN among them would reach the gradient even at weight 0
+        logprobs, entropy, weight = outputs.logprobs[mask], outputs.entropy[mask], batch["loss_weight"][mask]
+        old = batch["logprobs"][mask] if "logprobs" in batch else logprobs.detach()
         clip = ppo_clip(
             logprobs,
             old,
-            batch["advantages"],
+            batch["advantages"][mask],
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
         )
-        policy_loss = weighted_sum(weight, clip.loss)
+        policy_loss = (weight * clip.loss).sum()
         total = policy_loss
         metrics = MetricSums()
-        count = int(mask.sum())
+        count = len(logprobs)
         if "reference_logprobs" in batch:
-            divergence = kl(logprobs, batch["reference_logprobs"], a.kl_estimator)
+            divergence = kl(logprobs, batch["reference_logprobs"][mask], a.kl_estimator)
             if a.kl_placement == "loss":
-                total = total + a.kl_coefficient * weighted_sum(weight, divergence)
-            metrics.add("actor/kl", masked_sum(mask, divergence), count)
+                total = total + a.kl_coefficient * (weight * divergence).sum()
+            metrics.add("actor/kl", divergence.detach().sum(), count)
         if a.entropy_coefficient:
-            total = total - a.entropy_coefficient * weighted_sum(weight, entropy)
+            total = total - a.entropy_coefficient * (weight * entropy).sum()
         metrics.add("actor/loss", total.detach(), 0)
         metrics.add("actor/policy_loss", policy_loss.detach(), 0)
-        metrics.add("actor/entropy", masked_sum(mask, entropy), count)
-        metrics.add("actor/ratio_mean", masked_sum(mask, clip.ratio), count)
-        metrics.add("actor/clip_fraction", masked_sum(mask, clip.clipped.float()), count)
+        metrics.add("actor/entropy", entropy.detach().sum(), count)
+        metrics.add("actor/ratio_mean", clip.ratio.sum(), count)
+        metrics.add("actor/clip_fraction", clip.clipped.sum(), count)
         if a.dual_clip is not None:
-            metrics.add("actor/dual_clip_fraction", masked_sum(mask, clip.dual_clipped.float()), count)
+            metrics.add("actor/dual_clip_fraction", clip.dual_clipped.sum(), count)
         if self.measure_gap:
-            metrics.merge(logprob_gap(logprobs.detach(), rollout_reference(batch), mask))
+            metrics.merge(logprob_gap(outputs.logprobs.detach(), rollout_reference(batch), mask))
         return total, metrics
 
 
@@ -70,12 +70,3 @@ def rollout_reference(batch: Batch) -> Tensor:
     """The rollout's log-probabilities at temperature only, which is what the trainer recomputes."""
     name = "rollout_untruncated_logprobs"
     return batch[name] if name in batch else batch["rollout_logprobs"]
-
-
-def weighted_sum(weight: Tensor, values: Tensor) -> Tensor:
-    """Σ weight·value where the weight is not 0, so that a NaN outside the mask stays outside."""
-    return torch.where(weight != 0, weight * values, torch.zeros_like(values)).sum()
-
-
-def masked_sum(mask: Tensor, values: Tensor) -> Tensor:
-    return torch.where(mask, values.detach(), torch.zeros_like(values)).sum()

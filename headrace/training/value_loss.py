@@ -9,7 +9,6 @@ from headrace.algorithms.losses.value import value_loss
 from headrace.data.batch import Batch
 from headrace.observe.metrics import MetricSums
 from headrace.training.engine import TokenOutputs
-from headrace.training.policy_loss import masked_sum, weighted_sum
 
 
 class ValueLoss:
@@ -23,16 +22,16 @@ class ValueLoss:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
         if outputs.values is None:
             raise ValueError("the value loss needs a model with a scalar head")
-        loss, clipped = value_loss(outputs.values, batch["values"], batch["returns"], clip=self.value_clip)
-        total = weighted_sum(batch["loss_weight"], loss)
+        mask = batch["loss_mask"]
+        # masked tokens leave before any arithmetic: a NaN among them would reach the gradient even at weight 0
+        loss, clipped = value_loss(
+            outputs.values[mask], batch["values"][mask], batch["returns"][mask], clip=self.value_clip
+        )
+        total = (batch["loss_weight"][mask] * loss).sum()
         metrics = MetricSums()
         metrics.add("critic/loss", total.detach(), 0)
         if self.value_clip is not None:
-            metrics.add(
-                "critic/clip_fraction",
-                masked_sum(batch["loss_mask"], clipped.float()),
-                int(batch["loss_mask"].sum()),
-            )
+            metrics.add("critic/clip_fraction", clipped.sum(), len(loss))
         return total, metrics
 
 
@@ -44,9 +43,9 @@ class SupervisedLoss:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
         if outputs.logprobs is None:
             raise ValueError("the supervised loss needs log-probabilities")
-        loss = nll(outputs.logprobs)
-        total = weighted_sum(batch["loss_weight"], loss)
         mask = batch["response_mask"]
+        loss = nll(outputs.logprobs[mask])
+        total = (batch["loss_weight"][mask] * loss).sum()
         metrics = MetricSums()
-        metrics.add("sft/loss", masked_sum(mask, loss), int(mask.sum()))
+        metrics.add("sft/loss", loss.detach().sum(), len(loss))
         return total, metrics

@@ -1,4 +1,4 @@
-"""GRPO and leave-one-out advantages, and the statistics of their groups."""
+"""GRPO advantages, and the statistics of their groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.algorithms.advantages.grpo import group_stats, grpo
-from headrace.algorithms.advantages.rloo import rloo
 
 nan = float("nan")
 
@@ -28,40 +27,31 @@ def test_grpo_by_hand():
     assert grpo(rewards, groups, normalize_std=False).tolist() == [0.5, -1.0, -0.5, -0.5, 1.0, 0.5]
 
 
-@pytest.mark.parametrize("function", [grpo, rloo])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 0.35, 1 / 3, -7.7, 1e6 + 0.1])
-def test_eight_equal_rewards_give_exactly_zero(function, dtype, value):
+def test_eight_equal_rewards_give_exactly_zero(dtype, value):
     rewards = torch.full((8,), value, dtype=dtype)
-    assert function(rewards, torch.zeros(8, dtype=torch.int64)).tolist() == [0.0] * 8
+    assert grpo(rewards, torch.zeros(8, dtype=torch.int64)).tolist() == [0.0] * 8
 
 
-@pytest.mark.parametrize("function", [grpo, rloo])
-def test_a_group_of_one_is_zero(function):
-    out = function(t([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1]))
+def test_a_group_of_one_is_zero():
+    out = grpo(t([5.0, 1.0, 3.0]), torch.tensor([0, 1, 1]))
     assert out[0] == 0
     assert out.isfinite().all()
-    alone = function(t([5.0, 9.0]), torch.tensor([0, 0]), valid=torch.tensor([True, False]))
+    alone = grpo(t([5.0, 9.0]), torch.tensor([0, 0]), valid=torch.tensor([True, False]))
     assert alone.tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("function", [grpo, rloo])
 @pytest.mark.parametrize("excluded", [nan, float("inf"), 1e30])
-def test_invalid_rows_enter_no_baseline(function, excluded):
+def test_invalid_rows_enter_no_baseline(excluded):
     valid = torch.tensor([True, False, True, True])
     group = torch.zeros(4, dtype=torch.int64)
-    with_hole = function(t([1.0, excluded, 2.0, 6.0]), group, valid=valid)
-    without = function(t([1.0, 2.0, 6.0]), group[:3])
+    with_hole = grpo(t([1.0, excluded, 2.0, 6.0]), group, valid=valid)
+    without = grpo(t([1.0, 2.0, 6.0]), group[:3])
     assert with_hole[1] == 0
     assert with_hole[valid].tolist() == without.tolist()
-    nobody = function(t([excluded] * 2), group[:2], valid=torch.zeros(2, dtype=torch.bool))
+    nobody = grpo(t([excluded] * 2), group[:2], valid=torch.zeros(2, dtype=torch.bool))
     assert nobody.tolist() == [0.0, 0.0]
-
-
-def test_leave_one_out():
-    out = rloo(t([0.35] * 7 + [0.0]), torch.zeros(8, dtype=torch.int64))
-    assert out[-1].item() == pytest.approx(-0.35, abs=1e-15)
-    assert out[:7].tolist() == pytest.approx([0.35 - 6 * 0.35 / 7] * 7)
 
 
 def test_integer_rewards_and_empty_batches():
@@ -91,19 +81,16 @@ def test_against_the_statistics_module_in_any_order(rows, random):
     valid = torch.tensor([v for _, _, v in rows])
     of_group = {g: [r for r, h, v in rows if h == g and v] for _, g, _ in rows}
     eps = 1e-6
-    expected_grpo, expected_rloo = [], []
+    expected = []
     for r, g, v in rows:
         own = of_group[g]
         if not v or len(own) < 2 or len(set(own)) == 1:
-            expected_grpo.append(0.0)
-            expected_rloo.append(0.0)
+            expected.append(0.0)
         else:
-            expected_grpo.append((r - statistics.fmean(own)) / (statistics.stdev(own) + eps))
-            expected_rloo.append(r - (sum(own) - r) / (len(own) - 1))
-    assert grpo(rewards, groups, valid=valid, eps=eps).tolist() == pytest.approx(expected_grpo, abs=1e-9)
-    assert rloo(rewards, groups, valid=valid).tolist() == pytest.approx(expected_rloo, abs=1e-9)
+            expected.append((r - statistics.fmean(own)) / (statistics.stdev(own) + eps))
+    assert grpo(rewards, groups, valid=valid, eps=eps).tolist() == pytest.approx(expected, abs=1e-9)
 
     there = [own for own in of_group.values() if own]
     flat = [len(set(own)) == 1 for own in there]
-    expected = {"reward/zero_spread_group_fraction": sum(flat) / len(flat)} if flat else {}
-    assert group_stats(rewards, groups, valid) == expected
+    stats = {"reward/zero_spread_group_fraction": sum(flat) / len(flat)} if flat else {}
+    assert group_stats(rewards, groups, valid) == stats
