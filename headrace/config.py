@@ -168,7 +168,7 @@ class AlgorithmConfig(Section):
         "loss", "add the KL to the loss, or subtract it from each token's reward"
     )
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", ge=0)
-    mask_truncated: bool = key(False, "leave responses cut at max_new_tokens out of the loss")
+    mask_truncated: bool = key(False, "leave responses cut at max_new_tokens out of the loss and of their group's baseline")
     gap_warn: float = key(
         0.1, "warn when rollout and trainer log-probabilities differ by more on average", "nats", gt=0
     )

@@ -15,17 +15,20 @@ from headrace.data.batch import Batch
 from headrace.stages import StageContext, stage
 
 
-def loss_mask(batch: Batch, context: StageContext) -> Tensor:
-    """[N] bool: the sampled tokens of the rows that count: scored, and not cut off where that is masked."""
-    keep = row_validity(batch)
+def counted_rows(batch: Batch, context: StageContext) -> Tensor:
+    """[R] bool: rows with a reward (None is NaN here), and not cut off where that is masked.
+
+    The others enter neither the loss nor a baseline.
+    """
+    counted = ~torch.isnan(torch.as_tensor(batch["reward"], dtype=torch.float64))
     if context.config.algorithm.mask_truncated:
-        keep = keep & torch.tensor([reason != "length" for reason in batch["finish_reason"]])
-    return batch["response_mask"] & keep[batch.row_ids()]
+        counted = counted & torch.tensor([reason != "length" for reason in batch["finish_reason"]])
+    return counted
 
 
-def row_validity(batch: Batch) -> Tensor:
-    """[R] bool: rows whose reward is a number (a reward of None is NaN here)."""
-    return ~torch.isnan(torch.as_tensor(batch["reward"], dtype=torch.float64))
+def loss_mask(batch: Batch, context: StageContext) -> Tensor:
+    """[N] bool: the sampled tokens of the rows that count."""
+    return batch["response_mask"] & counted_rows(batch, context)[batch.row_ids()]
 
 
 @stage(
@@ -36,7 +39,7 @@ def row_validity(batch: Batch) -> Tensor:
 def grpo_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
     """Group-relative advantages, the same for every token of a response (algorithms/advantages/grpo.py)."""
     rewards = torch.as_tensor(batch["reward"], dtype=torch.float64)
-    valid, groups = row_validity(batch), batch["group_id"]
+    valid, groups = counted_rows(batch, context), batch["group_id"]
     per_row = grpo(rewards, groups, valid=valid, normalize_std=context.config.algorithm.normalize_std)
     zero_spread = group_stats(rewards, groups, valid)
     for name, value in zero_spread.items():

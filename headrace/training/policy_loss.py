@@ -31,14 +31,14 @@ class PolicyLoss:
         a = self.algorithm
         if outputs.logprobs is None or outputs.entropy is None:
             raise ValueError("the policy loss needs log-probabilities and entropy")
-        mask = batch["loss_mask"]
         # masked tokens leave before any arithmetic: a NaN among them would reach the gradient even at weight 0
-        logprobs, entropy, weight = outputs.logprobs[mask], outputs.entropy[mask], batch["loss_weight"][mask]
-        old = batch["logprobs"][mask] if "logprobs" in batch else logprobs.detach()
+        kept = batch["loss_mask"].nonzero().flatten()
+        logprobs, entropy, weight = outputs.logprobs[kept], outputs.entropy[kept], batch["loss_weight"][kept]
+        old = batch["logprobs"][kept] if "logprobs" in batch else logprobs.detach()
         clip = ppo_clip(
             logprobs,
             old,
-            batch["advantages"][mask],
+            batch["advantages"][kept],
             clip_low=a.clip_low,
             clip_high=a.clip_high,
             dual_clip=a.dual_clip,
@@ -48,7 +48,7 @@ class PolicyLoss:
         metrics = MetricSums()
         count = len(logprobs)
         if "reference_logprobs" in batch:
-            divergence = kl(logprobs, batch["reference_logprobs"][mask], a.kl_estimator)
+            divergence = kl(logprobs, batch["reference_logprobs"][kept], a.kl_estimator)
             if a.kl_placement == "loss":
                 total = total + a.kl_coefficient * (weight * divergence).sum()
             metrics.add("actor/kl", divergence.detach().sum(), count)
@@ -62,7 +62,7 @@ class PolicyLoss:
         if a.dual_clip is not None:
             metrics.add("actor/dual_clip_fraction", clip.dual_clipped.sum(), count)
         if self.measure_gap:
-            metrics.merge(logprob_gap(outputs.logprobs.detach(), rollout_reference(batch), mask))
+            metrics.merge(logprob_gap(outputs.logprobs.detach(), rollout_reference(batch), batch["loss_mask"]))
         return total, metrics
 
 

@@ -22,12 +22,12 @@ class ValueLoss:
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
         if outputs.values is None:
             raise ValueError("the value loss needs a model with a scalar head")
-        mask = batch["loss_mask"]
+        kept = batch["loss_mask"].nonzero().flatten()
         # masked tokens leave before any arithmetic: a NaN among them would reach the gradient even at weight 0
         loss, clipped = value_loss(
-            outputs.values[mask], batch["values"][mask], batch["returns"][mask], clip=self.value_clip
+            outputs.values[kept], batch["values"][kept], batch["returns"][kept], clip=self.value_clip
         )
-        total = (batch["loss_weight"][mask] * loss).sum()
+        total = (batch["loss_weight"][kept] * loss).sum()
         metrics = MetricSums()
         metrics.add("critic/loss", total.detach(), 0)
         if self.value_clip is not None:

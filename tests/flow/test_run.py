@@ -193,8 +193,8 @@ def test_no_reward_at_all_changes_nothing(arithmetic: Path, tmp_path: Path) -> N
 
 
 def test_truncated_responses_are_masked_out_of_the_loss(arithmetic: Path, tmp_path: Path) -> None:
-    """CASES 8. One new token: cut, or the end of sequence exactly at the limit. The ratio is 1, so the loss is minus
-    the mean advantage of the rows that count, whose baseline still knows the cut ones."""
+    """One new token: cut, or the end of sequence exactly at the limit. The ratio is 1, so the loss is minus the mean
+    advantage of the rows that count, in whose baseline the cut ones have no part."""
     _, steps, _ = go(
         arithmetic,
         tmp_path,
