@@ -15,7 +15,7 @@ _WHERE = {
     "PPOTrainer": "headrace.trainers.rl_trainer",
     "get_hf_model": "headrace.trainers.rl_trainer",
     "HFDataset": "headrace.data.dataset",
-    "Flow": "headrace.flow.graph",
+    "Flow": "headrace.flow.flow",
     "Evaluation": "headrace.flow.run",
     "stage": "headrace.stages",
     "StageContext": "headrace.stages",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from headrace.data.batch import Batch
     from headrace.data.dataset import HFDataset
     from headrace.errors import ConfigError, HeadraceError, RewardError, RunError
-    from headrace.flow.graph import Flow
+    from headrace.flow.flow import Flow
     from headrace.flow.run import Evaluation
     from headrace.stages import StageContext, stage
     from headrace.trainers.rl_trainer import PPOTrainer, RLTrainer, get_hf_model

@@ -100,21 +100,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"headrace: {line}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        where = "" if config is None else f"; what is finished is in {_run_directory(config)}"
-        sys.stderr.write(f"headrace: stopped by Ctrl-C{where}\n")
+        sys.stderr.write(f"headrace: stopped by Ctrl-C{_finished(config)}\n")
         return 130
 
 
-def _run_directory(config: Config) -> str:
-    return (
-        str(Path(config.run.dir) / config.run.name)
-        if config.run.name
-        else f"the newest folder of {config.run.dir}"
-    )
+def _finished(config: Config | None) -> str:
+    """Where to look for what an interrupted run left; nothing where it came before the run's directory."""
+    if config is None:
+        return ""
+    r = config.run
+    where = Path(r.dir) / (r.name or "")
+    if not where.is_dir():
+        return ""
+    return f"; what is finished is in {where if r.name else f'the newest folder of {where}'}"
 
 
 def _run(command: str, config: Config) -> int:
     set_up_logging()
+    logger.info("headrace %s: loading torch and transformers", __version__)
     from headrace.trainers import launch
 
     run = {"train": launch.run_train, "sft": launch.run_sft, "eval": launch.run_eval}[command]

@@ -40,7 +40,7 @@ class Section(BaseModel):
 class RunConfig(Section):
     name: str | None = key(None, "name of the run directory (default: <algorithm>-<date>-<time>)")
     dir: str = key("runs", "folder that holds run directories")
-    seed: int = key(0, "seed of everything random in the run", ge=0)
+    seed: int = key(0, "seed of everything random in the run", ge=0, le=2**32 - 1)
     device: str = key("auto", "auto | cpu | cuda | cuda:N", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     overwrite: bool = key(False, "replace an existing run directory of the same name")
     tensorboard: bool = key(True, "write TensorBoard event files")
@@ -168,7 +168,9 @@ class AlgorithmConfig(Section):
         "loss", "add the KL to the loss, or subtract it from each token's reward"
     )
     entropy_coefficient: float = key(0.0, "weight of the entropy bonus", ge=0)
-    mask_truncated: bool = key(False, "leave responses cut at max_new_tokens out of the loss and of their group's baseline")
+    mask_truncated: bool = key(
+        False, "leave responses cut at max_new_tokens out of the loss and of their group's baseline"
+    )
     gap_warn: float = key(
         0.1, "warn when rollout and trainer log-probabilities differ by more on average", "nats", gt=0
     )
@@ -301,6 +303,8 @@ def setting_violations(c: Config) -> list[str]:
         out.append("data.prompt: not used, because data.template is given; drop one of them")
     if "" in c.rollout.stop:
         out.append("rollout.stop: an empty text would end every response at once; remove it")
+    if min(c.rollout.stop_token_ids, default=0) < 0:
+        out.append(f"rollout.stop_token_ids: {min(c.rollout.stop_token_ids)} is no token id; remove it")
     if c.rollout.min_new_tokens > c.rollout.max_new_tokens:
         out.append(
             f"rollout.min_new_tokens: {c.rollout.min_new_tokens} is more than rollout.max_new_tokens"

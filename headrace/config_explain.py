@@ -117,11 +117,14 @@ def _range(metadata: list[Any]) -> str:
 
 
 def explain(section: str | None = None, flags: Mapping[str, str] | None = None) -> str:
-    """The documented list of settings, of one section or of all.
+    """The documented list of settings: all, of one section, or one key (`train.steps`).
 
     `flags` maps other names of a key (command-line flags) to its dotted name; they are listed with it.
-    Raises ConfigError for a section that does not exist.
+    Raises ConfigError for a section or key that does not exist.
     """
+    if section in all_keys():
+        info = all_keys()[str(section)]
+        return "\n".join(_explain_key(info, [f for f, to in (flags or {}).items() if to == info.name])) + "\n"
     if section is not None and section not in sections():
         raise ConfigError(f"{section}: unknown section; the sections are {', '.join(sections())}")
     lines: list[str] = []

@@ -155,9 +155,9 @@ def parse_value(key: str, text: str) -> Any:
         if not (len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""):
             return text
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{key}: {text!r} cannot be read: {_yaml_problem(error)}") from error
+        raise ConfigError(f"{key}: {_short.repr(text)} cannot be read: {_yaml_problem(error)}") from error
 
 
 def _read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
@@ -166,7 +166,7 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path}: the configuration file {what}")
         return {}
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=_Loader)
+        loaded = _load_yaml(path.read_text(encoding="utf-8-sig"))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" line {mark.line + 1}:" if mark is not None else ":"
@@ -183,6 +183,17 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
         )
         return {}
     return loaded
+
+
+def _load_yaml(text: str) -> Any:
+    """Raises YAMLError, and nothing else, for text that is no YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError as error:
+        raise yaml.YAMLError("it is nested too deeply") from error
+    except (ValueError, KeyError, AttributeError) as error:
+        # what PyYAML's constructors raise for a value that its tag does not fit, such as !!int x, or a vast number
+        raise yaml.YAMLError(f"a value does not fit its type: {_short.repr(str(error))}") from error
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:

@@ -32,7 +32,10 @@ class MissingExtraError(ConfigError):
     """An optional dependency is not installed (exit code 2)."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs the package `{package}`: pip install 'headrace[{extra}]'")
+        super().__init__(
+            f"{what} needs the package `{package}`: pip install 'headrace[{extra}]'"
+            f" (in a checkout: pip install -e '.[{extra}]')"
+        )
 
 
 class RunError(HeadraceError):

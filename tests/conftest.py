@@ -16,6 +16,10 @@ import torch
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import wrap
 
+torch.set_num_threads(
+    1
+)  # these models are too small to share, and threads that wait cost more than they help
+
 VOCAB = 97
 SHAPE = {
     "vocab_size": VOCAB,

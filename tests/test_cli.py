@@ -127,10 +127,21 @@ def test_errors_of_a_run(launched: Launched, capsys: pytest.CaptureFixture[str])
         cli.main(["train", *NEEDED])
 
 
-def test_ctrl_c(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c(
+    launched: Launched,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
     launched.outcome = KeyboardInterrupt()
     assert cli.main(["train", *NEEDED, "run.name=mine"]) == 130
+    assert capsys.readouterr().err == "headrace: stopped by Ctrl-C\n"  # before there was a directory
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert cli.main(["train", *NEEDED, "run.name=mine"]) == 130
     assert capsys.readouterr().err == "headrace: stopped by Ctrl-C; what is finished is in runs/mine\n"
+    assert cli.main(["train", *NEEDED]) == 130
+    assert capsys.readouterr().err.endswith("what is finished is in the newest folder of runs\n")
 
 
 def test_config_prints_yaml_that_loads_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -184,7 +184,19 @@ def test_a_mistyped_key_in_file_and_override(tmp_path: Path) -> None:
         ("model.dtype=int8", "model.dtype: expected one of auto, float32, bfloat16, got 'int8'"),
         ("rollout.stop=[1]", "rollout.stop: expected a list of texts, got [1]"),
         ("rollout.top_p=1.01", "rollout.top_p: expected a number above 0 and up to 1, got 1.01"),
-        ("run.seed=null", "run.seed: expected a whole number of at least 0, got None"),
+        (
+            "run.seed=null",
+            "run.seed: expected a whole number of at least 0 and up to 4294967295, got None",
+        ),
+        (
+            "run.seed=99999999999",
+            "run.seed: expected a whole number of at least 0 and up to 4294967295, got 99999999999",
+        ),
+        (
+            "train.steps=!!int many",
+            "train.steps: '!!int many' cannot be read: a value does not fit its type:"
+            " \"invalid literal for int() with base 10: 'many'\"",
+        ),
     ],
 )
 def test_one_sentence_each(override: str, sentence: str) -> None:
@@ -244,6 +256,7 @@ def test_what_a_command_needs() -> None:
         (["train.prompts_per_step=1", "train.microbatches_per_update=9"], "train.microbatches_per_update"),
         (["data.template={q}", "data.prompt=q"], "data.prompt"),
         (["rollout.stop=['']"], "rollout.stop"),
+        (["rollout.stop_token_ids=[3,-1]"], "rollout.stop_token_ids"),
         (["rollout.min_new_tokens=300"], "rollout.min_new_tokens"),
         (["cluster.tp=2"], "cluster.tp"),
         (["cluster.num_gpus=0", "run.device=cuda"], "cluster.num_gpus"),
@@ -264,6 +277,11 @@ def test_contradictions(overrides: list[str], key: str) -> None:
         ("train:\n\tsteps: 1\n", ["line 2"]),
         ("- model\n", ["expected sections"]),
         ("x: !!python/object/apply:os.system ['true']\n", ["line 1", "python/object"]),
+        ("train: {steps: !!int many}\n", ["does not fit its type", "many"]),
+        ("run: {overwrite: !!bool many}\n", ["does not fit its type", "many"]),
+        ("train: {steps: !!timestamp many}\n", ["does not fit its type"]),
+        (f"train: {{steps: {'9' * 5000}}}\n", ["does not fit its type", "digits"]),
+        ("x: " + "[" * 2000, ["nested too deeply"]),
     ],
 )
 def test_broken_files(tmp_path: Path, text: str, parts: list[str]) -> None:

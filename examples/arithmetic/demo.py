@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+import task
 from rich.console import Console
 
-import task
 from headrace.cli import main as headrace
 from headrace.observe.run_dir import RunDirectory
 from headrace.observe.summary import ascii_curve, before_after_table
@@ -42,15 +42,16 @@ def main() -> int:
             return code
     show(console)
     console.print(
-        f"\n{time.perf_counter() - started:.0f} s in all. Curves: tensorboard --logdir {OUT}", highlight=False
+        f"\n{time.perf_counter() - started:.0f} s in all. Curves: .venv/bin/tensorboard --logdir {OUT}",
+        highlight=False,
     )
     return 0
 
 
 def evaluate(name: str, model: Path) -> int:
     """Greedy answers to every held-out problem; every one of them is kept in the run's samples.jsonl."""
-    arguments = [f"model={model}", f"run.name={name}", "run.overwrite=true", "run.progress=off"]
-    with contextlib.redirect_stdout(io.StringIO()):  # its metrics stand in the table
+    arguments = [f"model={model}", f"run.name={name}", "run.progress=off"]
+    with contextlib.redirect_stdout(io.StringIO()):  # its metrics stand in the table below
         return headrace(["eval", str(HERE / "grpo.yaml"), *arguments])
 
 
@@ -69,16 +70,13 @@ def show(console: Console) -> None:
         console.print(
             f"  {prompt:>7} {text:>4} {mark(reward)}   ->  {later:>4} {mark(later_reward)}", highlight=False
         )
-    console.print(
-        f"\neverything was written to {OUT}/: sft/ and grpo/ hold config.yaml, metrics.jsonl, samples.jsonl,"
-    )
-    console.print(
-        f"tensorboard/ and model/ (a Hugging Face folder); the trained model is {OUT / 'grpo' / 'model'}"
-    )
+    console.print(f"\nwritten to {OUT}/sft and {OUT}/grpo, each with:", highlight=False)
+    console.print("  config.yaml  metrics.jsonl  samples.jsonl  tensorboard/  model/ (a Hugging Face folder)")
 
 
 def samples(name: str) -> dict[str, tuple[str, float]]:
-    lines = RunDirectory(OUT / name).samples.read_text().splitlines()
+    newest = max(OUT.glob(f"{name}-eval-*"))
+    lines = RunDirectory(newest).samples.read_text().splitlines()
     return {s["prompt"]: (s["completion"], s["reward"]) for s in map(json.loads, lines)}
 
 

@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 DIGITS = "0123456789"
-END = "<eos>"
+END, UNKNOWN = "<eos>", "<unk>"
 
 
 WORKSHEETS = 8  # times the pupil works every problem, slipping anew
@@ -42,12 +42,15 @@ def make_model(folder: Path, seed: int) -> None:
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
-    vocabulary = {token: i for i, token in enumerate([END, *DIGITS, "+", "="])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    vocabulary = {token: i for i, token in enumerate([END, UNKNOWN, *DIGITS, "+", "="])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, model_max_length=64)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END, unk_token=UNKNOWN, model_max_length=64
+    )
 
     torch.manual_seed(seed)
     config = Qwen3Config(
@@ -63,5 +66,6 @@ def make_model(folder: Path, seed: int) -> None:
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
     )
+    logging.disable_progress_bar()
     Qwen3ForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

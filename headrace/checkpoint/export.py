@@ -8,14 +8,26 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from headrace.errors import RunError
 from headrace.models.causal_lm import Backbone, CausalLM
+from headrace.models.hf import no_progress_bars
 
 
 def save_hf_folder(model: Backbone, path: Path) -> Path:
     """Writes weights (safetensors), config, tokenizer and end ids to `path`, whole or not at all.
 
     The folder is written beside its target and renamed; an older folder at `path` is replaced only then.
+    Raises RunError when that fails, as on a full disk.
     """
+    try:
+        return _save(model, path)
+    except (OSError, SafetensorError) as error:
+        raise RunError(f"{path}: the model cannot be written ({error})") from error
+
+
+def _save(model: Backbone, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -29,7 +41,8 @@ def save_hf_folder(model: Backbone, path: Path) -> Path:
                 delattr(hf.config, "quantization_config")
             if generation is not None:
                 hf.generation_config = type(generation)()
-            hf.save_pretrained(temporary)
+            with no_progress_bars():
+                hf.save_pretrained(temporary)
         finally:
             hf.config = config
             if generation is not None:

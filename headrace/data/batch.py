@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.data.packing import pack_rows
+
 RowColumn = Tensor | list[Any]
 
 
@@ -217,8 +219,6 @@ class Batch:
 
     def pack(self, tokens_per_microbatch: int) -> list[Batch]:
         """Micro-batches of at most `tokens_per_microbatch` tokens (a longer row stands alone). See data/packing.py."""
-        from headrace.data.packing import pack_rows
-
         return [self.select(rows) for rows in pack_rows(self.lengths.tolist(), tokens_per_microbatch)]
 
     def to(self, device: torch.device | str) -> Batch:

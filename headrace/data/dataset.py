@@ -8,12 +8,15 @@ import importlib.util
 import itertools
 import json
 import sys
+import traceback
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from headrace.config import DataConfig
-from headrace.errors import ConfigError, DataError, MissingExtraError
+from headrace.errors import ConfigError, DataError, HeadraceError, MissingExtraError
 
 Source = str | Path | Callable[[], Iterable[Mapping[str, Any]]] | Sequence[Mapping[str, Any]]
 Row = dict[str, Any]
@@ -131,7 +134,8 @@ class HFDataset:
 def _from_text(path: str, subset: str | None, split: str, limit: int | None, key: str) -> Rows:
     file, separator, function = path.rpartition(":")
     if separator and file.endswith(".py"):
-        return _from_iterable(_call_function(Path(file), function, key), path, limit, key)
+        with _users_code(path, key):
+            return _from_iterable(_call_function(Path(file), function, key), path, limit, key)
     local = Path(path).expanduser()
     reader = next((r for suffix, r in _READERS.items() if path.lower().endswith(suffix)), None)
     if local.is_file():
@@ -167,8 +171,22 @@ def _require_objects(rows: Sequence[Any], name: str, key: str, lines: Sequence[i
             )
 
 
+@contextmanager
+def _users_code(name: str, key: str) -> Iterator[None]:
+    """What the user's own file raises, sys.exit included, becomes one DataError with the line it came from."""
+    try:
+        yield
+    except HeadraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{key}: {name} failed: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
+
+
 def _call_function(file: Path, function: str, key: str) -> Any:
-    """What `function` of the Python file returns. Errors it raises itself pass through with their traceback."""
+    """What `function` of the Python file returns."""
     file = file.expanduser()
     if not file.is_file():
         raise DataError(f"{key}: {file} does not exist (looked in {Path.cwd()})")
@@ -209,6 +227,8 @@ def _read_jsonl(path: Path, limit: int | None, key: str) -> Rows:
                 raise DataError(
                     f"{key}: {path} line {number} is not JSON: {error.msg} at column {error.colno}"
                 ) from error
+            except (ValueError, RecursionError) as error:  # a vast number, or nested too deeply
+                raise DataError(f"{key}: {path} line {number} cannot be read: {error}") from error
             lines.append(number)
     _require_objects(rows, str(path), key, lines)
     return Rows(rows, str(path), lines=lines)
@@ -217,7 +237,7 @@ def _read_jsonl(path: Path, limit: int | None, key: str) -> Rows:
 def _lines_of(file: Iterable[bytes], path: Path, key: str) -> Iterator[bytes]:
     try:
         yield from file
-    except (gzip.BadGzipFile, EOFError) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{key}: {path} is no complete gzip file: {error}") from error
 
 
@@ -231,6 +251,8 @@ def _read_json(path: Path, limit: int | None, key: str) -> Rows:
         raise DataError(
             f"{key}: {path} line {error.lineno} is not JSON: {error.msg} at column {error.colno}{hint}"
         ) from error
+    except (ValueError, RecursionError) as error:  # a vast number, or nested too deeply
+        raise DataError(f"{key}: {path} cannot be read: {error}") from error
     if isinstance(loaded, dict) and isinstance(loaded.get("data"), list):
         loaded = loaded["data"]
     if not isinstance(loaded, list):

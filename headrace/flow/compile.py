@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.algorithms.stages import grpo_advantages
 from headrace.config import Config, setting_violations, step_violations
 from headrace.config_load import from_mapping
 from headrace.errors import ConfigError
-from headrace.flow.graph import Flow, Stage
+from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
 from headrace.roles.role import Role
-
-if TYPE_CHECKING:
-    from headrace.flow.run import Evaluation, RunResult
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
 SUPERVISED_COLUMNS = {"input_ids", "response_mask"}
 
 
 @dataclass(frozen=True)
-class CompiledFlow:
+class CheckedFlow:
     """A checked flow: its stages in an order that respects every edge, and the resolved settings."""
 
     name: str
@@ -68,20 +66,9 @@ class CompiledFlow:
             available |= set(stage.spec.writes)
         return out
 
-    def run(
-        self, dataset: Any, steps: int | None = None, *, evaluation: Evaluation | None = None
-    ) -> RunResult:
-        """Runs the flow over `dataset` for `steps` (default: train.steps, else train.epochs).
 
-        Raises ConfigError before any weights are loaded when the data do not fit; RunError when a step fails.
-        """
-        from headrace.flow.run import run_flow
-
-        return run_flow(self, dataset, steps, evaluation)
-
-
-def compile_flow(flow: Flow, cluster: Any = None) -> CompiledFlow:
-    """See Flow.compile."""
+def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
+    """Checks everything that can be known without data or weights. Raises ConfigError with all violations."""
     problems = list(flow.notes)
     if cluster is not None:
         problems.append("compile(cluster=...): this version runs in one process; leave the cluster out")
@@ -96,7 +83,7 @@ def compile_flow(flow: Flow, cluster: Any = None) -> CompiledFlow:
         problems += _penalty_violations(flow, config)
     if problems:
         raise ConfigError(problems)
-    return CompiledFlow(flow.name, config, tuple(ordered), flow.data_columns)
+    return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -104,13 +91,19 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{close[0]}'?" if close else f"; there are {', '.join(sorted(known)) or 'none'}"
 
 
-def _name_violations(flow: Flow) -> list[str]:
+def _name_violations(flow: Graph) -> list[str]:
     out: list[str] = []
     names = [s.name for s in flow.stages]
     if not names:
         out.append(f"flow '{flow.name}' has no stages")
     for name in sorted({n for n in names if names.count(n) > 1}):
         out.append(f"stage '{name}' is added {names.count(name)} times; names must differ")
+    for name in dict.fromkeys(names):
+        if not re.fullmatch(r"[^/\s]+", name) or name in ("step", "eval"):
+            out.append(
+                f"stage {name!r}: the name becomes part of metric 'time/<stage>_s', so it must have no spaces or slashes"
+                " and be other than 'step' and 'eval'"
+            )
     for stage in flow.stages:
         for needed in stage.depends_on:
             if needed not in names:
@@ -120,7 +113,7 @@ def _name_violations(flow: Flow) -> list[str]:
     return out
 
 
-def _merged_config(flow: Flow, problems: list[str]) -> Config:
+def _merged_config(flow: Graph, problems: list[str]) -> Config:
     """The flow's configuration with every stage's settings in it."""
     values = flow.config.model_dump()
     given: dict[tuple[str, str], tuple[str, Any]] = {}
@@ -144,7 +137,7 @@ def _merged_config(flow: Flow, problems: list[str]) -> Config:
         return flow.config
 
 
-def _in_order(flow: Flow, problems: list[str]) -> list[Stage]:
+def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     """Stages in dependency order (as added, where free); reports a cycle by its members."""
     done: list[Stage] = []
     names = {s.name for s in flow.stages}
@@ -204,7 +197,7 @@ def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
     return above
 
 
-def _penalty_violations(flow: Flow, config: Config) -> list[str]:
+def _penalty_violations(flow: Graph, config: Config) -> list[str]:
     """A KL that is asked for must find its columns, or it would silently be none."""
     if config.algorithm.kl_coefficient == 0:
         return []

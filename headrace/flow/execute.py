@@ -10,14 +10,14 @@ from torch import Tensor
 
 from headrace.data.batch import Batch
 from headrace.errors import RunError
-from headrace.flow.compile import CompiledFlow
+from headrace.flow.compile import CheckedFlow
 from headrace.flow.interrupt import InterruptGuard
 from headrace.observe.progress import Progress
 from headrace.stages import StageContext
 
 
 def execute(
-    flow: CompiledFlow,
+    flow: CheckedFlow,
     batch: Batch,
     context: StageContext,
     progress: Progress,

@@ -1,18 +1,15 @@
-"""A flow: named stages and the edges between them. Describing one starts nothing; `compile()` checks it."""
+"""The description of a flow: named stages and the edges between them. Describing one starts nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.config import Config
 from headrace.rewards.stage import RewardStage
 from headrace.roles.role import Role
 from headrace.stages import StageSpec, column_stage, spec_of
-
-if TYPE_CHECKING:
-    from headrace.flow.compile import CompiledFlow
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,8 @@ class Stage:
         return owner if isinstance(owner, Role) else None
 
 
-class Flow:
-    """A dataflow of stages over one batch, from prompts to an updated model.
-
-    Example:
-        flow = Flow("my_grpo")
-        rollout = flow.add_stage("rollout", actor.generate, samples_per_prompt=8)
-        reward = flow.add_stage("reward", score, depends_on=rollout)
-        advantage = flow.add_stage("advantage", grpo_advantages, depends_on=reward)
-        flow.add_stage("update", actor.update, depends_on=advantage)
-        flow.compile().run(dataset, steps=100)
-    """
+class Graph:
+    """Stages and the edges between them, with the settings they bring along."""
 
     def __init__(self, name: str, config: Config | None = None, *, data_columns: Sequence[str] = ()) -> None:
         """`data_columns`: columns of the data set that stages with `reads` use (reward functions need none named)."""
@@ -50,7 +38,7 @@ class Flow:
         self.data_columns = tuple(data_columns)
         self.config = config.model_copy(deep=True) if config is not None else Config()
         self.stages: list[Stage] = []
-        self.notes: list[str] = []  # violations noticed while describing; reported by compile()
+        self.notes: list[str] = []  # violations noticed while describing; reported by compile_graph()
 
     def add_stage(
         self,
@@ -89,12 +77,3 @@ class Flow:
         added = Stage(name, function, declared, names, dict(settings))
         self.stages.append(added)
         return added
-
-    def compile(self, cluster: Any = None) -> CompiledFlow:
-        """Checks the whole flow and returns what can be run. Raises ConfigError with all violations at once.
-
-        `cluster` must be None: this version runs in the calling process, on one device.
-        """
-        from headrace.flow.compile import compile_flow
-
-        return compile_flow(self, cluster)

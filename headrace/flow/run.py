@@ -16,10 +16,10 @@ import torch
 
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
-from headrace.data.batch import Batch
-from headrace.data.loader import Loader, all_batches
+from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError, HeadraceError, RunError
-from headrace.flow.compile import CompiledFlow
+from headrace.flow.compile import CheckedFlow
+from headrace.flow.evaluate import evaluate, sample_records
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
 from headrace.flow.source import PreparedData, prepare_data
@@ -28,6 +28,7 @@ from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress, make_progress
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
+from headrace.roles.critic import Critic
 from headrace.roles.role import LanguageModelRole
 from headrace.stages import StageContext
 
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 class Evaluation:
     """A flow of rollout and reward over a held-out data set, run before, during and after training."""
 
-    flow: CompiledFlow
+    flow: CheckedFlow
     dataset: Any
     every_steps: int = 0
 
@@ -55,8 +56,8 @@ class RunResult:
     model: Path | None = None
 
 
-def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
-    """See CompiledFlow.run."""
+def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
+    """Runs a checked flow; see CompiledFlow.run."""
     config = flow.config
     if steps is not None and steps < 1:
         raise ConfigError(f"steps: must be at least 1, got {steps}")
@@ -68,10 +69,11 @@ def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Ev
         seed=config.run.seed,
         key=data.rows_key,
     )
-    total = steps or config.train.steps or max(1, math.ceil(config.train.epochs * loader.steps_per_epoch))
+    total = steps or config.train.steps or steps_of(config.train.epochs, loader.steps_per_epoch)
     check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
     r = config.run
     RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
+    _refuse_own_inputs(config)
     torch.manual_seed(r.seed)
     prepare_roles(flow, total)
     if evaluation is not None:
@@ -82,8 +84,35 @@ def run_flow(flow: CompiledFlow, dataset: Any, steps: int | None, evaluation: Ev
     return _Run(flow, loader, data, total, directory, evaluation, held_out).go()
 
 
+def steps_of(epochs: float, steps_per_epoch: int) -> int:
+    """Steps that cover `epochs` passes; 1.1 x 10 is 11, whatever binary fractions make of it."""
+    return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
+
+
+def _refuse_own_inputs(config: Config) -> None:
+    """run.overwrite must not delete what the run reads. Raises ConfigError naming the key."""
+    if not config.run.overwrite or config.run.name is None:
+        return
+    own = (Path(config.run.dir) / config.run.name).resolve()
+    given = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "reference.path": config.reference.path,
+        "reward.model": config.reward.model,
+        "data.path": config.data.path,
+        "eval.path": config.eval.path,
+    }
+    problems = [
+        f"{key}: '{path}' lies in {own}, which run.overwrite would delete; choose another run.name"
+        for key, path in given.items()
+        if path is not None and Path(path).exists() and Path(path).resolve().is_relative_to(own)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def prepare_both(
-    flow: CompiledFlow, dataset: Any, evaluation: Evaluation | None
+    flow: CheckedFlow, dataset: Any, evaluation: Evaluation | None
 ) -> tuple[PreparedData, PreparedData | None]:
     """Training and held-out data. Raises ConfigError with what is wrong with either."""
     held_out, problems = None, []
@@ -101,7 +130,7 @@ def prepare_both(
     return data, held_out
 
 
-def check_roles(flows: Sequence[CompiledFlow]) -> None:
+def check_roles(flows: Sequence[CheckedFlow]) -> None:
     """What can be known about every model without its weights. Raises ConfigError with all violations."""
     roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
     reader = next((role for role in roles if isinstance(role, LanguageModelRole)), None)
@@ -110,12 +139,16 @@ def check_roles(flows: Sequence[CompiledFlow]) -> None:
         raise ConfigError(problems)
 
 
-def prepare_roles(flow: CompiledFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
+def prepare_roles(flow: CheckedFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
     """Loads every role of the flow; the one that generates comes first, since others may copy it."""
     passed = list(skip)
+    critics = any(isinstance(role, Critic) for role in flow.roles)
     for role in sorted(flow.roles, key=lambda r: not isinstance(r, Actor)):
         if role not in passed:
-            updates = total_steps * (flow.config.updates_per_step if flow.generates else 1)
+            # while the critic warms up the actor rests, which must not shift its schedule
+            resting = flow.config.critic.warmup_steps if critics and isinstance(role, Actor) else 0
+            steps = max(1, total_steps - resting)
+            updates = steps * (flow.config.updates_per_step if flow.generates else 1)
             role.prepare(
                 flow.config, total_updates=updates, trains=flow.trains(role), supervised=flow.supervised
             )
@@ -126,7 +159,7 @@ class _Run:
 
     def __init__(
         self,
-        flow: CompiledFlow,
+        flow: CheckedFlow,
         loader: Loader,
         data: PreparedData,
         total_steps: int,
@@ -181,13 +214,16 @@ class _Run:
         if "sft/loss" in (so_far := m.means()):
             m.add("sft/perplexity", math.exp(min(so_far["sft/loss"], 700.0)))
         _memory_metrics(m)
-        evaluation = self._due_evaluation(step, progress, guard)
-        metrics = m.means() | evaluation
-        log.log(step, metrics)
-        if self.flow.generates:
-            log.log_samples(step, sample_records(batch))
-        progress.update(step, metrics)
-        self.result.steps, self.result.metrics = step, metrics
+        metrics = m.means()
+        try:
+            metrics |= self._due_evaluation(step, progress, guard)
+        finally:
+            # the step itself is done, whatever ends its evaluation
+            log.log(step, metrics)
+            if self.flow.generates:
+                log.log_samples(step, sample_records(batch))
+            progress.update(step, metrics)
+            self.result.steps, self.result.metrics = step, metrics
         self._watch_gap(step, metrics)
 
     def _watch_gap(self, step: int, metrics: dict[str, float]) -> None:
@@ -236,70 +272,32 @@ class _Run:
                 self.result.model = role.save(self.directory.model)
 
 
-def evaluate(
-    flow: CompiledFlow, data: PreparedData, step: int, progress: Progress, guard: InterruptGuard
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Runs an evaluation flow over every row of `data` exactly once; returns its metrics and all its samples."""
-    sums, samples = MetricSums(), []
-    started = time.perf_counter()
-    batches = list(all_batches(data.dataset, evaluation_rows(flow.config)))
-    for number, prompts in enumerate(batches):
-        context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
-        batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
-        sums.merge(context.metrics)
-        samples += sample_records(batch)
-    sums.add("time/eval_s", time.perf_counter() - started)
-    metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}
-    return metrics, samples
-
-
-def evaluation_rows(config: Config) -> int:
-    """Prompts given to the engine at once: several times what runs concurrently, so that it never runs dry."""
-    return max(1, 4 * config.rollout.max_concurrent_sequences // config.eval.samples_per_prompt)
-
-
 def run_evaluation(
-    flow: CompiledFlow, dataset: Any, key: str = "eval"
+    flow: CheckedFlow, dataset: Any, key: str = "eval"
 ) -> tuple[RunDirectory, dict[str, float]]:
-    """`headrace eval`: scores every row once; all samples go to samples.jsonl of a run directory.
+    """`headrace eval`: scores every row once; all samples go to samples.jsonl of a new directory.
 
+    The directory is `<run.name>-eval-<date>-<time>`, so that scoring a run's model never touches the run.
     `key` is the section that errors about the data name. Raises KeyboardInterrupt after Ctrl-C.
     """
-    config = flow.config
+    config, r = flow.config, flow.config.run
     data = prepare_data(flow, dataset, key=key)
+    logger.info("scoring %d rows of %s", len(data.dataset), data.dataset.name)
     check_roles([flow])
-    r = config.run
-    RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
     prepare_roles(flow, 1)
-    directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix="eval")
+    directory = RunDirectory.create(r.dir, None, prefix=f"{r.name}-eval" if r.name else "eval")
     directory.write_config(config_to_yaml(config))
-    progress = make_progress(config.run.progress, 1, f"eval: {directory.path}")
-    log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=config.run.seed)
+    progress = make_progress(r.progress, 1, f"eval: {directory.path}")
+    log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=r.seed)
     with InterruptGuard() as guard, log, progress:
         try:
             metrics, samples = evaluate(flow, data, 0, progress, guard)
         except Interrupted:
             raise KeyboardInterrupt from None
+        progress.update(1, metrics)
         log.log(0, metrics)
         log.log_samples(0, samples)
     return directory, metrics
-
-
-def sample_records(batch: Batch) -> list[dict[str, Any]]:
-    """What samples.jsonl keeps of each row."""
-    rewards = batch["reward"].tolist() if "reward" in batch else [None] * batch.num_rows
-    return [
-        {
-            "prompt_id": int(batch["prompt_id"][r]),
-            "sample_index": int(batch["sample_index"][r]),
-            "prompt": batch["prompt"][r],
-            "completion": batch["completion"][r],
-            "reward": rewards[r],
-            "finish_reason": batch["finish_reason"][r],
-            "num_tokens": int(batch["num_tokens"][r]),
-        }
-        for r in range(batch.num_rows)
-    ]
 
 
 def _memory_metrics(metrics: MetricSums) -> None:

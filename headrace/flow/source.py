@@ -10,7 +10,7 @@ from headrace.config import Config, DataConfig
 from headrace.data.dataset import HFDataset, Rows, load_rows
 from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
 from headrace.errors import ConfigError, DataError
-from headrace.flow.compile import CompiledFlow
+from headrace.flow.compile import CheckedFlow
 from headrace.models.find import find_model
 from headrace.models.hf import LOADING_ERRORS, first_line
 from headrace.roles.role import LanguageModelRole
@@ -27,7 +27,7 @@ class PreparedData:
     rows_key: str
 
 
-def prepare_data(flow: CompiledFlow, dataset: Any, key: str = "data") -> PreparedData:
+def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> PreparedData:
     """Tokenises the data set for the role that reads it. Raises ConfigError naming the key, file and row.
 
     `dataset` is an HFDataset, or anything HFDataset takes (a path, a list of rows, a callable). `key` is the section
@@ -59,7 +59,7 @@ def prepare_data(flow: CompiledFlow, dataset: Any, key: str = "data") -> Prepare
 
 
 def _tokenized(
-    flow: CompiledFlow, role: LanguageModelRole, rows: Rows, options: DataConfig, key: str
+    flow: CheckedFlow, role: LanguageModelRole, rows: Rows, options: DataConfig, key: str
 ) -> PreparedData:
     config = flow.config
     limit = sequence_limit(config, role)
@@ -76,7 +76,19 @@ def _tokenized(
         )
     builder = PromptBuilder(role.tokenizer, options, room)
     prompts = PromptDataset.build(rows, builder, key=key)
+    _check_cache(config, max(map(len, prompts.prompt_ids)))
     return PreparedData(prompts, config.train.prompts_per_step, "train.prompts_per_step")
+
+
+def _check_cache(config: Config, longest_prompt: int) -> None:
+    """Raises ConfigError where the KV cache that was asked for cannot hold the longest prompt and its response."""
+    r = config.rollout
+    need = longest_prompt + r.max_new_tokens - 1  # the last token sampled is never stored
+    if r.kv_cache_tokens is not None and need > r.kv_cache_tokens // r.kv_block_tokens * r.kv_block_tokens:
+        raise ConfigError(
+            f"rollout.kv_cache_tokens: {r.kv_cache_tokens}, in blocks of {r.kv_block_tokens}, do not hold the"
+            f" {need} tokens that the longest prompt and its response may need; raise it or lower rollout.max_new_tokens"
+        )
 
 
 SOURCE_KEYS = {"path", "subset", "split", "limit_rows"}  # where rows come from, not how they become prompts

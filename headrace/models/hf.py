@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import logging
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,20 +105,22 @@ def load_causal_lm(
 
     attention.register()
     path = find_model(path, key)
+    logger.info("loading %s", path)
     source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
     if extra:
         from transformers import GgufConfig
 
         extra["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        hf, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            **extra,
-        )
+        with no_progress_bars():
+            hf, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation=attention.IMPLEMENTATION,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                **extra,
+            )
     except LOADING_ERRORS as error:
         raise ConfigError(f"{key}: '{path}' cannot be loaded: {first_line(error)}") from error
     require_weights(info["missing_keys"], path, key)
@@ -165,6 +168,20 @@ def wrap(
 def copy_causal_lm(model: CausalLM) -> CausalLM:
     """A second, independent copy of the weights (the frozen reference)."""
     return CausalLM(copy.deepcopy(model.hf), model.tokenizer, model.eos_token_ids)
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' own bars out of ours while it reads or writes weights."""
+    from transformers.utils import logging as hf_logging
+
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def eos_token_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ _SHOWN: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 )
 _RECENT_STEPS = 20
 _HEADER_EVERY = 25
+_PLAIN_EVERY_S = 1.0
 
 
 class Progress:
@@ -99,22 +101,27 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """One aligned line a step, for logs and CI; a header line now and then."""
+    """Aligned lines, for logs and CI: one a step, at most one a second; a header line now and then."""
 
     def __init__(self, total_steps: int, title: str, stream: TextIO | None = None) -> None:
         super().__init__(total_steps, title)
         self._stream = stream
         self._columns: list[str] = []
         self._lines = 0
+        self._printed_s = -math.inf
         self._stopped = False
 
     def start(self) -> None:
         super().start()
-        self.message(f"{self.title}: {self.total_steps} steps")
+        self.message(f"{self.title}: {self.total_steps} step{'s' if self.total_steps != 1 else ''}")
 
     def update(self, step: int, metrics: Mapping[str, float], stage: str | None = None) -> None:
         super().update(step, metrics, stage)
         shown = _shown(metrics)
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        if not evaluated and step != self.total_steps and self.elapsed_s - self._printed_s < _PLAIN_EVERY_S:
+            return
+        self._printed_s = self.elapsed_s
         columns = [label for label, _, _ in _SHOWN if label in shown or label in self._columns]
         steps = 2 * len(str(self.total_steps)) + 1
         if columns != self._columns or self._lines % _HEADER_EVERY == 0:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import shutil
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, RunError
+
+LONGEST_NAME = 255  # bytes; what file systems allow
 
 
 class RunDirectory:
@@ -40,13 +43,17 @@ class RunDirectory:
         metrics.jsonl), and nothing else. Raises ConfigError naming run.name, run.overwrite or run.dir.
         """
         if name is None:
-            return cls._create_numbered(Path(parent), f"{prefix}-{datetime.now():%Y%m%d-%H%M%S}")
+            plain = re.sub(r"[^\w.-]+", "-", prefix)[:100]  # it may be the name of a user's flow
+            return cls._create_numbered(Path(parent), f"{plain}-{datetime.now():%Y%m%d-%H%M%S}")
         cls.check(parent, name, overwrite=overwrite)
         run = cls(Path(parent) / name)
         if not run._make():
             cls.check(parent, name, overwrite=overwrite)  # another launch may have made it just now
             shutil.rmtree(run.path)
-            run._make()
+            if not run._make():
+                raise ConfigError(
+                    f"run.name: another run has just started in {run.path}; choose another name"
+                )
         return run
 
     @classmethod
@@ -59,9 +66,10 @@ class RunDirectory:
             )
         if name is None:
             return
-        if name in ("", ".", "..") or "/" in name or "\\" in name:
+        odd = name in ("", ".", "..") or "/" in name or "\\" in name or not name.isprintable()
+        if odd or len(name.encode()) > LONGEST_NAME:
             raise ConfigError(
-                f"run.name: '{name}' must be a plain folder name; set run.dir to choose the place"
+                f"run.name: {name!r} must be a plain folder name; set run.dir to choose the place"
             )
         run = cls(Path(parent) / name)
         if not run.path.exists() and not run.path.is_symlink():
@@ -103,9 +111,15 @@ class RunDirectory:
         return (self.config.is_file() and self.metrics.is_file()) or not any(self.path.iterdir())
 
     def write_config(self, yaml_text: str) -> None:
-        """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory."""
-        self.config.write_text(yaml_text, encoding="utf-8")
-        self.metrics.touch()
+        """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory.
+
+        Raises RunError on a full disk.
+        """
+        try:
+            self.config.write_text(yaml_text, encoding="utf-8")
+            self.metrics.touch()
+        except OSError as error:
+            raise RunError(f"{self.config}: cannot write ({error.strerror})") from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The logged steps in order; a last line that a killed run left unfinished is not one of them.

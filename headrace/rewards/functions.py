@@ -16,6 +16,8 @@ from headrace.rewards.values import RewardResult, UnusableValueError, read_list,
 
 Rows = Mapping[str, Sequence[Any]]
 
+FAILURES = (Exception, SystemExit)  # a reward that calls sys.exit must not end the run as if all were well
+
 
 class RewardFunction:
     """A callable together with the calling convention read from its signature.
@@ -100,9 +102,8 @@ class RewardFunction:
 
     def _call_batched(self, rows: Rows, n: int) -> list[Any]:
         columns = self.convention.columns(set(rows))
-        # copies: a function that sorts or pops must not change the batch
         positional, by_name = self.convention.arguments(
-            list(rows["completion"]), columns, lambda column: list(rows[column])
+            list(rows["completion"]), columns, lambda column: _copied(rows[column])
         )
         try:
             returned = self.function(*positional, **by_name)
@@ -111,7 +112,7 @@ class RewardFunction:
             return read_list(returned, n)  # may run the user's code: a generator
         except UnusableValueError as error:
             raise RewardError(self._at_sample(str(error), rows, 0, of=n)) from error
-        except Exception as error:
+        except FAILURES as error:
             raise RewardError(self._at_sample(f"it raised {described(error)}", rows, 0, of=n)) from error
 
     def _call_each(self, rows: Rows, n: int) -> list[Any]:
@@ -119,7 +120,7 @@ class RewardFunction:
 
         def call(row: int) -> Any:
             positional, by_name = self.convention.arguments(
-                rows["completion"][row], columns, lambda column: rows[column][row]
+                rows["completion"][row], columns, lambda column: _copied(rows[column][row])
             )
             return self.function(*positional, **by_name)
 
@@ -129,7 +130,7 @@ class RewardFunction:
         for row in range(n):
             try:
                 value = call(row)
-            except Exception as error:
+            except FAILURES as error:
                 raise RewardError(self._at_sample(f"it raised {described(error)}", rows, row)) from error
             if inspect.isawaitable(value):  # a plain function around an async one: found out at the first row
                 later = self._call_concurrently(call, rows, range(row + 1, n), value)
@@ -148,7 +149,7 @@ class RewardFunction:
                 try:
                     value = begun if row < which.start else call(row)
                     return await value if inspect.isawaitable(value) else value
-                except Exception as error:
+                except FAILURES as error:
                     raise RewardError(self._at_sample(f"it raised {described(error)}", rows, row)) from error
 
         first = which.start - (begun is not None)
@@ -170,13 +171,25 @@ class RewardFunction:
 
 
 async def _result_of(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+    try:
+        return await awaitable
+    except SystemExit as error:  # it would end the event loop, and nobody would get an answer
+        raise RuntimeError(f"SystemExit: {error}") from error
 
 
 def _is_async(function: Any) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _copied(value: Any) -> Any:
+    """Containers anew: a function that sorts or pops must not change the data that other samples are scored by."""
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
 
 
 def _name_of(function: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,6 +14,8 @@ from headrace.data.batch import Batch
 from headrace.errors import ConfigError
 from headrace.rewards.functions import RewardFunction
 from headrace.stages import StageContext, StageSpec
+
+logger = logging.getLogger(__name__)
 
 
 class RewardStage:
@@ -60,7 +63,7 @@ class RewardStage:
             for name, values in result.parts.items():
                 given = [float(v) for v in values if v is not None]
                 prefix = "eval" if context.evaluation else "reward"
-                safe = re.sub(r"[^\w.-]+", "_", name)  # a metric name has no spaces or further slashes
+                safe = re.sub(r"[^\w.-]+", "_", name) or "_"  # a metric name has no spaces or further slashes
                 context.metrics.add(f"{prefix}/part/{safe}", sum(given), len(given))
         if self.add_model_score:
             rewards = rewards + batch["reward_model_score"].double()
@@ -78,7 +81,11 @@ def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
         return
     m.add("reward/mean", total, count)
     m.add("reward/excluded_fraction", len(rewards) - count, len(rewards))
-    if count:
+    if not count:
+        logger.warning(
+            "step %d: all %d rewards are None, so there is nothing to learn from", context.step, len(rewards)
+        )
+    else:
         m.add("reward/std", float(valid.std(correction=0)), 1)
         m.add_max("reward/max", float(valid.max()))
         m.add("reward/min", float(valid.min()), 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+LARGEST = float(np.finfo(np.float32).max)  # advantages and returns are float32
 
 
 class UnusableValueError(ValueError):
@@ -52,7 +54,7 @@ def read_list(returned: Any, rows: int) -> list[Any]:
     """The values of all rows from a batched function's return value. Raises UnusableValueError saying what is wrong."""
     if isinstance(returned, Tensor | np.ndarray):
         values = returned.tolist()
-    elif isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping):
+    elif isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | Set):
         values = list(returned)
     else:
         values = None
@@ -81,6 +83,8 @@ def _number(value: Any, what: str) -> float | None:
         raise UnusableValueError(f"{what} a number too large for a float") from error
     if not math.isfinite(number):
         raise UnusableValueError(f"{what} {number}; to leave a row out, return None")
+    if abs(number) > LARGEST:
+        raise UnusableValueError(f"{what} {number}, more than float32 holds; scale it down")
     return number
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from headrace.algorithms.reduction import token_weights
+from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import ScalarModel
@@ -105,8 +106,6 @@ class Critic(Role):
 
     def save(self, path: str | Path) -> None:
         """Writes the critic as a Hugging Face sequence-classification folder."""
-        from headrace.checkpoint.export import save_hf_folder
-
         save_hf_folder(self.engine.model, Path(path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.data.dataset import HFDataset
-from headrace.flow.run import Evaluation, RunResult
+from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
@@ -60,28 +61,32 @@ def run_sft(config: Config) -> int:
 
 def run_eval(config: Config) -> int:
     """Prints the metrics as one JSON object on stdout; samples go to the run directory."""
-    from headrace.flow.run import run_evaluation
-
     actor = Actor(config.model, config.run.device)
     flow = evaluation_flow(config, actor, config.reward.function).compile()
     held_out = held_out_of(config)
-    if held_out is not None:
-        directory, metrics = run_evaluation(flow, held_out)
-    else:
-        directory, metrics = run_evaluation(flow, dataset_of(config), key="data")
-    logger.info("samples: %s", directory.samples)
-    sys.stdout.write(json.dumps(metrics, indent=2) + "\n")
+    with contextlib.redirect_stdout(sys.stderr):  # what a reward function prints must not get into the JSON
+        if held_out is not None:
+            directory, metrics = run_evaluation(flow, held_out)
+        else:
+            directory, metrics = run_evaluation(flow, dataset_of(config), key="data")
+    logger.info("every sample is in %s", directory.samples)
+    rounded = {
+        k: int(v) if v.is_integer() and k == "eval/rows" else float(f"{v:.6g}") for k, v in metrics.items()
+    }
+    sys.stdout.write(json.dumps(rounded, indent=2) + "\n")
     return 0
 
 
 def finish(result: RunResult) -> int:
-    """Says where everything is. Exit code 130 after Ctrl-C, as shells have it."""
-    for step, metrics in sorted(result.evaluations.items()):
-        if "eval/accuracy" in metrics:
-            logger.info("held-out accuracy after step %d: %.1f %%", step, 100 * metrics["eval/accuracy"])
-    logger.info("%d steps done; everything is in %s", result.steps, result.directory)
-    if result.model is not None:
-        logger.info("model: %s", result.model)
+    """Says what came out and where it is. Exit code 130 after Ctrl-C, as shells have it."""
+    measured = [
+        (step, m["eval/accuracy"]) for step, m in sorted(result.evaluations.items()) if "eval/accuracy" in m
+    ]
+    if measured:
+        after = [f"{100 * accuracy:.1f} % after step {step}" for step, accuracy in measured[-1:] if step > 0]
+        logger.info("held-out accuracy: %s", ", ".join([f"{100 * measured[0][1]:.1f} % before", *after]))
+    model = f"; the model is {result.model}" if result.model is not None else ""
+    logger.info("everything is in %s%s", result.directory, model)
     if result.interrupted:
         logger.warning("stopped before the end, at the user's request, after step %d", result.steps)
         return 130

@@ -7,7 +7,8 @@ from typing import Any
 
 from headrace.algorithms.stages import gae_advantages, grpo_advantages
 from headrace.config import Config
-from headrace.flow.graph import Flow, Stage
+from headrace.flow.flow import Flow
+from headrace.flow.graph import Stage
 from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic

@@ -38,7 +38,7 @@ class Loss(Protocol):
 
 
 class TrainingEngine(Protocol):
-    def outputs(self, batch: Batch) -> TokenOutputs:
+    def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
         """Token outputs without gradients, for any number of rows (micro-batched inside)."""
         ...
 

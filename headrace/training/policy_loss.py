@@ -62,7 +62,9 @@ class PolicyLoss:
         if a.dual_clip is not None:
             metrics.add("actor/dual_clip_fraction", clip.dual_clipped.sum(), count)
         if self.measure_gap:
-            metrics.merge(logprob_gap(outputs.logprobs.detach(), rollout_reference(batch), batch["loss_mask"]))
+            metrics.merge(
+                logprob_gap(outputs.logprobs.detach(), rollout_reference(batch), batch["loss_mask"])
+            )
         return total, metrics
 
 

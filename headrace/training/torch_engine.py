@@ -16,7 +16,7 @@ from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
 from headrace.observe.metrics import MetricSums
-from headrace.training.engine import Loss, TokenOutputs
+from headrace.training.engine import Loss, TokenOutputs, TrainingEngine
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOGIT_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 
 
-class TorchEngine:
+class TorchEngine(TrainingEngine):
     """One model with, once it is to be trained, its optimizer.
 
     `prefix` names its metrics ("actor", "critic", "sft").
@@ -58,7 +58,7 @@ class TorchEngine:
         if self.optimizer is not None:
             self.optimizer.release()
 
-    def _forward(self, batch: Batch, with_entropy: bool = True) -> TokenOutputs:
+    def _forward(self, batch: Batch, with_entropy: bool) -> TokenOutputs:
         device = self.model.device
         input_ids = batch["input_ids"].to(device)
         attention = PackedAttention(batch.lengths.tolist(), device)
@@ -83,12 +83,12 @@ class TorchEngine:
         )
 
     @torch.no_grad()
-    def outputs(self, batch: Batch) -> TokenOutputs:
+    def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
         """Token outputs of all rows, on the CPU, in row order, without gradients."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
         for micro in batch.pack(self.tokens_per_microbatch):
-            out = self._forward(micro)
+            out = self._forward(micro, with_entropy)
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
             parts.append(Batch(micro.lengths, columns))
             order.extend(micro["row_number"].tolist())
@@ -140,7 +140,7 @@ class TorchEngine:
             return sums
         for micro in self.microbatches(batch):
             micro = micro.to(self.model.device)
-            value, metrics = loss(self._forward(micro), micro)
+            value, metrics = loss(self._forward(micro, with_entropy=True), micro)
             value.backward()
             sums.merge(metrics)
         for name in loss.per_update:

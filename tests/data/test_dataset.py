@@ -87,6 +87,10 @@ def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, wanted: list
         ("d.jsonl", b"\n \n", ["no rows"]),
         ("d.jsonl.gz", b"no gzip", ["gzip"]),
         ("d.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 999)[:-9], ["gzip"]),
+        ("d.jsonl.gz", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"\xff" * 40, ["gzip"]),
+        ("d.jsonl", b'{"a": 1}\n' + b"[" * 100_000, ["line 2", "recursion"]),
+        ("d.jsonl", b'{"a": ' + b"9" * 5000 + b"}", ["line 1", "digits"]),
+        ("d.json", b"[" * 100_000, ["recursion"]),
         ("d.json", b'[{"a": 1},\n oops]', ["line 2", "not JSON"]),
         ("d.json", b'{"a": 1}\n{"a": 2}', [".jsonl"]),
         ("d.json", b'{"a": 1}', ["list of objects"]),
@@ -198,6 +202,22 @@ def test_a_function_of_a_file(tmp_path: Path) -> None:
             load_rows(f"{file}:{name}")
     with pytest.raises(DataError, match=r"none\.py does not exist"):
         load_rows(f"{tmp_path}/none.py:rows")
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("def rows(): raise KeyError('x')", r"KeyError: 'x' \(.*failing\.py, line 1\)"),
+        ("import sys\ndef rows(): sys.exit(0)", r"SystemExit: 0 \(.*line 2\)"),
+        ("def rows():\n    yield {'a': 1}\n    yield 1 / 0", r"ZeroDivisionError: .*line 3"),
+        ("def rows(n): return []", "TypeError"),
+        ("def rows(:", "SyntaxError"),
+    ],
+)
+def test_a_function_that_fails_is_an_error_of_the_data(tmp_path: Path, text: str, words: str) -> None:
+    file = write(tmp_path / "failing.py", text)
+    with pytest.raises(DataError, match=rf"^eval\.path: .*failing\.py:rows failed: {words}"):
+        load_rows(f"{file}:rows", key="eval.path")
 
 
 def test_hf_dataset(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from headrace.algorithms.stages import gae_advantages, grpo_advantages
 from headrace.config import Config
 from headrace.data.batch import Batch
 from headrace.errors import ConfigError, RunError
-from headrace.flow.compile import CompiledFlow
 from headrace.flow.execute import execute
-from headrace.flow.graph import Flow
+from headrace.flow.flow import CompiledFlow, Flow
 from headrace.flow.interrupt import InterruptGuard
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress
@@ -107,6 +106,14 @@ def duplicate(flow: Flow, parts: Any) -> None:
     flow.add_stage("reward", score, depends_on="rollout")
 
 
+def unusable_name(flow: Flow, parts: Any) -> None:
+    flow.add_stage("my shape/1", score, depends_on="reward")
+
+
+def name_of_a_metric(flow: Flow, parts: Any) -> None:
+    flow.add_stage("step", score, depends_on="reward")
+
+
 def unknown_dependency(flow: Flow, parts: Any) -> None:
     flow.add_stage("extra", grpo_advantages, depends_on=["reward", "advantege"])
 
@@ -169,6 +176,8 @@ def no_function(flow: Flow, parts: Any) -> None:
 
 BREAKAGES: list[tuple[Callable[[Flow, Any], None], list[str]]] = [
     (duplicate, ["stage 'reward' is added 2 times"]),
+    (unusable_name, ["stage 'my shape/1'", "metric 'time/<stage>_s'"]),
+    (name_of_a_metric, ["stage 'step'", "metric 'time/<stage>_s'"]),
     (unknown_dependency, ["stage 'extra' depends on 'advantege'", "did you mean 'advantage'?"]),
     (cycle, ["stages a, b depend on each other in a circle"]),
     (not_written, ["stage 'critic' reads column 'returns'", "no stage of this flow writes it"]),

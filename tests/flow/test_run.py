@@ -13,6 +13,7 @@ from tiny_run import Sections, configuration, even, go, lines, same, weights
 
 from headrace.config_load import load_config
 from headrace.errors import RunError
+from headrace.flow.run import steps_of
 from headrace.models.hf import load_causal_lm
 from headrace.observe.metrics import describe
 from headrace.roles.actor import Actor
@@ -89,6 +90,30 @@ def test_an_epoch_leaves_out_the_rest(arithmetic: Path, tmp_path: Path) -> None:
     assert result.steps == 3
     assert [s["data/epoch"] for s in steps] == [0.5, 1.0, 1.5]
     assert [s["rollout/samples"] for s in steps] == [50, 50, 50]
+
+
+def test_a_fraction_of_epochs_is_meant_as_written() -> None:
+    """1.1 * 10 is 11.000000000000002 in floating point."""
+    assert [steps_of(e, 10) for e in (0.01, 1.0, 1.1, 1.11, 2.3)] == [1, 10, 11, 12, 23]
+
+
+def test_a_step_is_kept_when_its_evaluation_fails(arithmetic: Path, tmp_path: Path) -> None:
+    """10 rows before the first step, 16 samples in it; the next call belongs to the evaluation after it."""
+    calls: list[str] = []
+
+    def score(completion: str) -> float:
+        calls.append(completion)
+        if len(calls) > 26:
+            raise OSError("the grader is gone")
+        return even(completion)
+
+    with pytest.raises(RunError, match="the grader is gone"):
+        go(arithmetic, tmp_path, score, str(arithmetic / "heldout.jsonl"), eval={"every_steps": 1})
+    first, second = lines(tmp_path / "r")
+    assert (first["step"], second["step"]) == (0, 1)
+    assert second["actor/updates"] == 1
+    assert "eval/accuracy" not in second
+    assert (tmp_path / "r" / "model" / "config.json").is_file()
 
 
 # ---- on-policy numbers
@@ -198,26 +223,28 @@ def test_truncated_responses_are_masked_out_of_the_loss(arithmetic: Path, tmp_pa
     _, steps, _ = go(
         arithmetic,
         tmp_path,
-        score=lambda completion: 0.3 if completion == "" else even(completion),
+        score=lambda completion, sample_index: sample_index / 10,
         run={"samples_per_step": 32},
         rollout={"max_new_tokens": 1, "samples_per_prompt": 8},
         algorithm={"mask_truncated": True},
     )
     samples = lines(tmp_path / "r", "samples.jsonl")
-    counted = 0
+    counted = compared = 0
     for step in steps:
         kept = []
         for s in (own := [s for s in samples if s["step"] == step["step"]]):
             assert s["num_tokens"] == 1
-            assert (s["finish_reason"] == "stop") == (s["completion"] == "")
-            group = torch.tensor([o["reward"] for o in own if o["prompt_id"] == s["prompt_id"]])
+            assert s["completion"] == "" or s["finish_reason"] == "length"
+            siblings = [o for o in own if o["prompt_id"] == s["prompt_id"] and o["finish_reason"] == "stop"]
+            group = torch.tensor([o["reward"] for o in siblings])
             if s["finish_reason"] == "stop":
-                kept.append(float((s["reward"] - group.mean()) / group.std()))
+                kept.append(float((s["reward"] - group.mean()) / group.std()) if len(group) > 1 else 0.0)
+                compared += len(group) > 1
         assert len(own) == 32
         counted += len(kept)
         expected = -sum(kept) / len(kept) if kept else 0.0
-        assert step["actor/loss"] == pytest.approx(expected, rel=1e-4)
-    assert 0 < counted < 32
+        assert step["actor/loss"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert 0 < compared <= counted < 64
 
 
 def test_when_all_are_truncated_the_loss_is_zero(arithmetic: Path, tmp_path: Path) -> None:

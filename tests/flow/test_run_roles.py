@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from headrace.flow.run import run_evaluation
 from headrace.models.hf import load_causal_lm
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
-from headrace.trainers.launch import run_eval, run_sft, train
+from headrace.trainers.launch import run_eval, run_sft, run_train, train
 from headrace.trainers.recipes import evaluation_flow, sft_flow
 
 # ---- KL and PPO
@@ -59,6 +60,18 @@ def test_the_critic_warms_up_alone(arithmetic: Path, tmp_path: Path) -> None:
     assert all(s["critic/updates"] == 1 and "actor/updates" not in s for s in steps)
 
 
+def test_the_actors_schedule_starts_when_the_critic_is_warm(arithmetic: Path, tmp_path: Path) -> None:
+    """Linear from 1e-3 to 0: over 3 steps for the actor, over all 5 for the critic."""
+    changes = {
+        **PPO,
+        "critic": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "train": {"steps": 5, "learning_rate": 1e-3, "schedule": "linear"},
+    }
+    _, steps, _ = go(arithmetic, tmp_path, **changes)
+    assert [s["actor/learning_rate"] for s in steps[2:]] == pytest.approx([1e-3, 5e-4, 0.0])
+    assert [s["critic/learning_rate"] for s in steps] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4, 0.0])
+
+
 def test_the_penalty_lowers_the_return(arithmetic: Path, tmp_path: Path) -> None:
     """The KL in the reward changes the advantages (and so the weights) once policy and reference differ."""
     _, _, with_kl = go(arithmetic, tmp_path / "a", **PPO)
@@ -90,7 +103,7 @@ def scorer(arithmetic: Path, tmp_path: Path) -> Path:
         initializer_range=0.3,
         bos_token_id=None,
         eos_token_id=0,
-        pad_token_id=12,
+        pad_token_id=tokenizer.convert_tokens_to_ids("="),
     )
     Qwen3ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -260,14 +273,54 @@ def test_eval_command(
     )
     assert run_eval(config) == 0
     printed = json.loads(capsys.readouterr().out)
-    samples = lines(tmp_path / "r", "samples.jsonl")
+    (scored,) = tmp_path.glob("*-eval-*")
+    samples = lines(scored, "samples.jsonl")
     assert printed["eval/rows"] == len(samples) == 20
     assert sorted(s["prompt_id"] for s in samples) == sorted([*range(10)] * 2)
-    assert printed["eval/reward_mean"] == pytest.approx(sum(s["reward"] for s in samples) / 20)
+    assert printed["eval/reward_mean"] == pytest.approx(sum(s["reward"] for s in samples) / 20, abs=1e-5)
     # greedy: both samples of a prompt are the same
     texts = {(s["prompt_id"], s["completion"]) for s in samples}
     assert len(texts) == 10
-    assert not (tmp_path / "r" / "model").exists()
+    assert not (scored / "model").exists()
+
+
+def test_eval_never_touches_the_run_it_scores(
+    arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even when its name and run.overwrite are those of the run whose model is scored."""
+    shutil.copytree(arithmetic / "model", tmp_path / "r" / "model")
+    (tmp_path / "r" / "config.yaml").write_text("")
+    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    config = configuration(
+        arithmetic,
+        tmp_path,
+        {
+            "model": {"path": str(tmp_path / "r" / "model")},
+            "eval": {"path": str(arithmetic / "heldout.jsonl")},
+            "reward": {"function": str(arithmetic / "reward.py") + ":score"},
+            "run": {"overwrite": True},
+        },
+    )
+    assert run_eval(config) == 0
+    assert (tmp_path / "r" / "model" / "config.json").is_file()
+
+
+def test_overwriting_refuses_to_delete_what_it_reads(arithmetic: Path, tmp_path: Path) -> None:
+    shutil.copytree(arithmetic / "model", tmp_path / "r" / "model")
+    (tmp_path / "r" / "config.yaml").write_text("")
+    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    config = configuration(
+        arithmetic,
+        tmp_path,
+        {
+            "model": {"path": str(tmp_path / "r" / "model")},
+            "run": {"overwrite": True},
+            "reward": {"function": "exact_match"},
+        },
+    )
+    with pytest.raises(ConfigError, match=r"model\.path: .* lies in .*/r, which run\.overwrite would delete"):
+        run_train(config)
+    assert (tmp_path / "r" / "model" / "config.json").is_file()
 
 
 def test_eval_of_the_training_data_names_its_key(arithmetic: Path, tmp_path: Path) -> None:

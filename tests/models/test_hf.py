@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.checkpoint.export import save_hf_folder
 from headrace.data.prompt_builder import use_chat_template
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RunError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel, verify_against_hf
 from headrace.models.find import find_model, reachable
@@ -229,7 +229,7 @@ def test_saving_replaces_whole_folders_only(
         raise OSError("No space left on device")
 
     monkeypatch.setattr(type(model.tokenizer), "save_pretrained", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RunError, match=r"out: the model cannot be written \(No space"):
         save_hf_folder(model, out)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

@@ -106,9 +106,10 @@ def test_plain_lines_are_aligned_with_their_header(clock):
     assert len(lines) == 7
 
 
-def test_plain_goes_to_stderr_and_repeats_its_header(capsys):
+def test_plain_goes_to_stderr_and_repeats_its_header(capsys, clock):
     progress = make_progress("plain", 60, "sft")
     for step in range(1, 61):
+        clock.now += 1.5
         progress.update(step, {"sft/loss": 1.5, "sft/perplexity": 4.48})
         progress.stage("update", 0.5)
     captured = capsys.readouterr()
@@ -116,6 +117,16 @@ def test_plain_goes_to_stderr_and_repeats_its_header(capsys):
     headers = [line for line in captured.err.splitlines() if line.split()[0] == "step"]
     assert len(headers) == 3
     assert headers[0].split() == ["step", "loss", "perplexity", "time", "left"]
+
+
+def test_plain_writes_at_most_a_line_a_second_but_every_evaluation_and_the_end(capsys, clock):
+    progress = make_progress("plain", 20, "sft")
+    for step in range(1, 21):
+        clock.now += 0.25
+        progress.update(step, {"sft/loss": 1.5} | ({"eval/accuracy": 0.5} if step == 6 else {}))
+    lines = [line.split()[0] for line in capsys.readouterr().err.splitlines()]
+    shown = [line for line in lines if "/" in line]
+    assert shown == ["1/20", "5/20", "6/20", "10/20", "14/20", "18/20", "20/20"]
 
 
 def test_off_writes_nothing(capfd):

@@ -1,8 +1,9 @@
+import errno
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, RunError
 from headrace.observe.run_dir import RunDirectory
 
 
@@ -46,7 +47,7 @@ def test_overwrite_deletes_only_runs_and_empty_folders(tmp_path):
     assert (tmp_path / "real" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/etc"])
+@pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/etc", "a\0b", "a\nb", "\ud800", "x" * 300])
 def test_a_name_cannot_leave_the_folder_of_runs(tmp_path, name):
     with pytest.raises(ConfigError, match=r"run\.name"):
         RunDirectory.create(tmp_path, name, overwrite=True)
@@ -65,6 +66,12 @@ def test_simultaneous_runs_without_a_name_get_one_each(tmp_path):
     assert all(run.name.startswith("grpo-") for run in runs)
 
 
+def test_a_prefix_cannot_leave_the_folder_of_runs(tmp_path):
+    run = RunDirectory.create(tmp_path, None, prefix="../up and/away")
+    assert run.path.parent == tmp_path
+    assert run.name.startswith("..-up-and-away-")
+
+
 def test_reading_metrics_names_what_is_wrong(tmp_path):
     run = make_run(tmp_path)
     run.metrics.write_text('{"step": 1}\n{"step": 2, "rew')
@@ -74,3 +81,14 @@ def test_reading_metrics_names_what_is_wrong(tmp_path):
         run.read_metrics()
     with pytest.raises(DataError, match="no such file"):
         RunDirectory(tmp_path / "nowhere").read_metrics()
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    run = RunDirectory.create(tmp_path, "a")
+
+    def full(*args, **keywords):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(run.config), "write_text", full)
+    with pytest.raises(RunError, match=r"config\.yaml: cannot write \(No space left on device\)"):
+        run.write_config("run: {}")

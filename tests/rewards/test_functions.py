@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 from decimal import Decimal
 from fractions import Fraction
@@ -187,6 +188,22 @@ def test_a_batched_function_cannot_change_the_batch():
     assert rows == ROWS
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_a_function_does_to_a_row_does_not_reach_the_other_samples(batched):
+    """The samples of a prompt share the row's values, such as a list of test cases."""
+
+    def one(completion, tests):
+        tests["cases"].append(tests["cases"].pop(0) + 1)
+        return sum(tests["cases"])
+
+    def all_of_them(completions, tests):
+        return [one(c, t) for c, t in zip(completions, tests, strict=True)]
+
+    row = {"cases": [1, 2]}
+    assert rewards(all_of_them if batched else one, ROWS | {"tests": [row] * 3}) == [4, 4, 4]
+    assert row == {"cases": [1, 2]}
+
+
 def test_required_columns_and_check():
     function = RewardFunction.resolve(lambda completion, answer, finish_reason, extra=1: 0)
     assert function.required_columns == ("answer", "finish_reason")
@@ -275,6 +292,7 @@ def test_no_rows_means_no_call():
         (float("nan"), "nan"),
         (float("inf"), "inf"),
         (10**400, "too large"),
+        (-1e39, "-1e\\+39, more than float32 holds"),
         (1j, "complex"),
         ([1], "list"),
         (np.array([1, 2]), r"shape \(2,\)"),
@@ -298,6 +316,7 @@ def test_unusable_values(value, words):
         ([], "0 values for 3"),
         (1.0, "float, not a list of 3"),
         (None, "NoneType"),
+        ({1, 2, 3}, "set, not a list of 3"),
         ("abc", "str, not a list"),
         ({"reward": [1, 2, 3]}, "dict, not a list"),
         (torch.tensor(1.0), "Tensor, not a list"),
@@ -324,6 +343,27 @@ def test_a_raising_function_shows_the_sample_and_keeps_the_cause():
     assert "'what?'" in message
     assert "zzz" in message
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize("kind", ["plain", "batched", "async", "async batched"])
+def test_a_function_that_leaves_the_program_is_a_failure(kind):
+    """sys.exit(0) would end a half-done run with success, and an event loop without an answer."""
+
+    def plain(completion):
+        sys.exit(0)
+
+    def batched(completions):
+        sys.exit(0)
+
+    async def each(completion):
+        sys.exit(0)
+
+    async def async_all(completions):
+        sys.exit(0)
+
+    function = {"plain": plain, "batched": batched, "async": each, "async batched": async_all}[kind]
+    with pytest.raises(RewardError, match="SystemExit: 0"):
+        rewards(function)
 
 
 @pytest.mark.parametrize("kind", ["async", "batched", "async batched", "generator", "hidden async"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace import cli
-from headrace.flow.graph import Flow
+from headrace.flow.flow import Flow
 from headrace.roles.actor import Actor
 from headrace.trainers import recipes
 
@@ -191,6 +191,12 @@ def test_a_reward_function_that_cannot_be_used(
     assert all(part in err for part in parts), err
 
 
+def test_a_cache_too_small_for_one_response(refused: Any) -> None:
+    """4 tokens of prompt and 20 new ones, the last of which is never stored; 40 tokens are 2 blocks of 16."""
+    assert "rollout.kv_cache_tokens: 40" in refused("rollout.kv_cache_tokens=40", "rollout.max_new_tokens=30")
+    assert "23 tokens" in refused("rollout.kv_cache_tokens=16", "rollout.max_new_tokens=20")
+
+
 def test_everything_is_reported_at_once(refused: Any, tmp_path: Path) -> None:
     err = refused("train.learning_rte=1", "rollout.samples_per_prompt=1", "rollout.temperature=hot")
     for part in ("learning_rte", "rollout.samples_per_prompt", "rollout.temperature"):
@@ -291,9 +297,9 @@ def test_a_reward_that_fails_at_once_saves_no_model(command: Run, tmp_path: Path
 
 
 def test_non_finite_losses_are_skipped_counted_and_then_stop_the_run(command: Run, tmp_path: Path) -> None:
-    """1e300 is finite as a reward, but not in float32."""
+    """1e38 is finite, its square is not in float32."""
     code, err = command(
-        *failing(tmp_path, "def score(completion):\n    return 1e300\n"),
+        *failing(tmp_path, "def score(completion):\n    return 1e38\n"),
         "algorithm.name=ppo",
         "train.samples_per_update=8",
         "train.max_skipped_updates=5",

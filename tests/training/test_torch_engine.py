@@ -80,7 +80,7 @@ def test_outputs_equal_hf(tiny, name: str, budget: int) -> None:
     engine = TorchEngine(
         copy.deepcopy(model), prefix="actor", temperature=TEMPERATURE, tokens_per_microbatch=budget
     )
-    out = engine.outputs(batch)
+    out = engine.outputs(batch, with_entropy=True)
     with torch.no_grad():
         logprobs, entropy = dense_outputs(hf_double(model), batch, TEMPERATURE)
     torch.testing.assert_close(out.logprobs.double(), logprobs, atol=2e-4, rtol=1e-4)
