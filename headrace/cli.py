@@ -117,7 +117,8 @@ def _finished(config: Config | None) -> str:
 
 def _run(command: str, config: Config) -> int:
     set_up_logging()
-    logger.info("headrace %s: loading torch and transformers", __version__)
+    if "torch" not in sys.modules:  # takes seconds, in which nothing else would be seen
+        logger.info("headrace %s: loading torch and transformers", __version__)
     from headrace.trainers import launch
 
     run = {"train": launch.run_train, "sft": launch.run_sft, "eval": launch.run_eval}[command]

@@ -162,7 +162,9 @@ class RewardFunction:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _at_sample(self, what: str, rows: Rows, row: int, of: int = 1) -> str:
-        which = f"row {row}" if of == 1 else f"rows {row} to {row + of - 1}; the first of them:"
+        which = f"sample {row + 1}" if of == 1 else f"samples {row + 1} to {row + of}; the first of them"
+        if "prompt_id" in rows:
+            which += f", from row {rows['prompt_id'][row] + 1} of the data"
         lines = [f"reward function '{self.name}': {what}", f"  at {which}"]
         if "prompt" in rows:
             lines.append(f"  prompt:     {shortened(repr(rows['prompt'][row]))}")

@@ -11,7 +11,7 @@ import torch
 
 from headrace.config import RewardConfig
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RewardError
 from headrace.rewards.functions import RewardFunction
 from headrace.stages import StageContext, StageSpec
 
@@ -56,7 +56,11 @@ class RewardStage:
                 name: column.tolist() if isinstance(column, torch.Tensor) else column
                 for name, column in batch.rows.items()
             }
-            result = self.function.score(columns, batch.num_rows)
+            try:
+                result = self.function.score(columns, batch.num_rows)
+            except RewardError as error:
+                where = "evaluation on held-out data" if context.evaluation else f"step {context.step}"
+                raise RewardError(f"{where}: {error}") from error.__cause__
             rewards = torch.tensor(
                 [float("nan") if r is None else float(r) for r in result.rewards], dtype=torch.float64
             )

@@ -304,7 +304,7 @@ def test_unusable_values(value, words):
     with pytest.raises(RewardError, match=words) as caught:
         rewards(lambda completion: value if completion == "bb" else 0)
     message = str(caught.value)
-    assert "row 1" in message
+    assert "sample 2" in message
     assert "'p1'" in message
     assert "'bb'" in message
 
@@ -339,7 +339,7 @@ def test_a_raising_function_shows_the_sample_and_keeps_the_cause():
     assert "score" in message
     assert "KeyError" in message
     assert "test_functions.py, line" in message
-    assert "row 1" in message
+    assert "sample 2" in message
     assert "'what?'" in message
     assert "zzz" in message
     assert len(message) < 1000
@@ -393,7 +393,7 @@ def test_every_way_of_raising_is_reported(kind):
     with pytest.raises(RewardError, match="OSError: offline") as caught:
         rewards(function)
     assert isinstance(caught.value.__cause__, OSError)
-    assert ("row 1" in str(caught.value)) == (kind in ("async", "hidden async"))
+    assert ("sample 2" in str(caught.value)) == (kind in ("async", "hidden async"))
 
 
 def test_missing_columns_at_run_time():

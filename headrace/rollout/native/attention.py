@@ -63,6 +63,7 @@ class PagedDecodeAttention:
         self._cache = cache
         self._table = table
         self._lengths = lengths
+        self._longest = int(lengths.max(initial=0))
         self._device = device
         self._waste = WASTE.get(device.type, WASTE["cpu"])
         last = lengths - 1
@@ -75,6 +76,8 @@ class PagedDecodeAttention:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         keys, values = self._cache.write(layer, self._slots, key, value)
+        if window is not None and self._longest <= window:
+            window = None  # every token still lies inside: both kinds of layer share their buckets
         if window not in self._buckets:
             self._buckets[window] = self._make_buckets(window, query.dtype)
         kv_heads, head_dim = key.shape[1:]
