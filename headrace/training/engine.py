@@ -29,10 +29,12 @@ class Loss(Protocol):
 
     The weights are computed once over the whole update (algorithms/reduction.py), so the sum of the micro-batch
     losses, and its gradient, do not depend on how the update was cut. Metrics named in `per_update` are such
-    sums: they are averaged over updates, all others over what they count themselves.
+    sums: they are averaged over updates, all others over what they count themselves. Entropy is computed only for
+    a loss that `needs_entropy`.
     """
 
     per_update: tuple[str, ...]
+    needs_entropy: bool
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]: ...
 

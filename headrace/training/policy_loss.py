@@ -22,6 +22,7 @@ class PolicyLoss:
     """
 
     per_update: tuple[str, ...] = ("actor/loss", "actor/policy_loss")
+    needs_entropy = True
 
     def __init__(self, algorithm: AlgorithmConfig, *, measure_gap: bool) -> None:
         self.algorithm = algorithm

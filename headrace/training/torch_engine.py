@@ -140,7 +140,7 @@ class TorchEngine(TrainingEngine):
             return sums
         for micro in self.microbatches(batch):
             micro = micro.to(self.model.device)
-            value, metrics = loss(self._forward(micro, with_entropy=True), micro)
+            value, metrics = loss(self._forward(micro, with_entropy=loss.needs_entropy), micro)
             value.backward()
             sums.merge(metrics)
         for name in loss.per_update:

@@ -15,6 +15,7 @@ class ValueLoss:
     """Sum over tokens of `loss_weight` x clipped squared error; reads `values` (before the step) and `returns`."""
 
     per_update: tuple[str, ...] = ("critic/loss",)
+    needs_entropy = False
 
     def __init__(self, value_clip: float | None) -> None:
         self.value_clip = value_clip
@@ -39,6 +40,7 @@ class SupervisedLoss:
     """Sum over response tokens of `loss_weight` x negative log-likelihood, in nats."""
 
     per_update: tuple[str, ...] = ()
+    needs_entropy = False
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, MetricSums]:
         if outputs.logprobs is None:
