@@ -34,19 +34,10 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
     ("data" or "eval") that says which of its rows to take, where it is not an HFDataset.
     """
     config = flow.config
-    part = config.eval if key == "eval" else config.data
-    source = (
-        dataset
-        if isinstance(dataset, HFDataset)
-        else HFDataset(dataset, split=part.split, subset=part.subset, limit_rows=part.limit_rows)
-    )
     role = next((r for r in flow.roles if isinstance(r, LanguageModelRole)), None)
     if role is None:
         raise ConfigError(f"flow '{flow.name}' has no language model to read the data with")
-    own = source.config
-    rows = load_rows(
-        source.source, subset=own.subset, split=own.split, limit_rows=own.limit_rows, key=f"{key}.path"
-    )
+    rows, own = read_rows(config, dataset, key)
     problems = flow.check_data(set(rows.columns))
     options = config.data.model_copy(update=own.model_dump(exclude_unset=True, exclude=SOURCE_KEYS))
     try:
@@ -56,6 +47,30 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
     if problems:
         raise DataError(problems)
     return data
+
+
+def read_rows(config: Config, dataset: Any, key: str) -> tuple[Rows, DataConfig]:
+    """The rows of a data set and the settings given with it. Raises DataError."""
+    part = config.eval if key == "eval" else config.data
+    source = (
+        dataset
+        if isinstance(dataset, HFDataset)
+        else HFDataset(dataset, split=part.split, subset=part.subset, limit_rows=part.limit_rows)
+    )
+    own = source.config
+    rows = load_rows(
+        source.source, subset=own.subset, split=own.split, limit_rows=own.limit_rows, key=f"{key}.path"
+    )
+    return rows, own
+
+
+def source_problems(config: Config, dataset: Any, key: str) -> list[str]:
+    """What is wrong with a data set itself, for a flow that cannot be compiled and so cannot read it further."""
+    try:
+        read_rows(config, dataset, key)
+    except ConfigError as error:
+        return error.violations
+    return []
 
 
 def _tokenized(

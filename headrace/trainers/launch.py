@@ -10,7 +10,9 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.data.dataset import HFDataset
+from headrace.errors import ConfigError
 from headrace.flow.run import Evaluation, RunResult, run_evaluation
+from headrace.flow.source import source_problems
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
@@ -32,8 +34,14 @@ def held_out_of(config: Config) -> HFDataset | None:
 
 
 def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None) -> RunResult:
-    """Builds the recipe's flow, checks it and runs it."""
-    flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
+    """Builds the recipe's flow, checks it and runs it. Raises ConfigError with what is wrong with flow and data."""
+    try:
+        flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
+    except ConfigError as error:
+        problems = error.violations + source_problems(config, dataset, "data")
+        if held_out is not None:
+            problems += source_problems(config, held_out, "eval")
+        raise ConfigError(problems) from error
     evaluation = None
     if held_out is not None:
         scorer = next((role for role in flow.roles if isinstance(role, RewardModel)), None)

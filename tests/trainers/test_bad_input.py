@@ -207,6 +207,12 @@ def test_everything_is_reported_at_once(refused: Any, tmp_path: Path) -> None:
         assert part in err
 
 
+def test_a_bad_reward_does_not_hide_bad_data(refused: Any) -> None:
+    err = refused("reward.function=nofile.py:score", "data.path=nope.jsonl", "eval.path=alsono.jsonl")
+    for part in ("reward.function: 'nofile.py:score'", "data.path: nope.jsonl", "eval.path: alsono.jsonl"):
+        assert part in err
+
+
 def test_the_other_commands_refuse_too(refused: Any, tmp_path: Path) -> None:
     assert "model.path: 'no/such/model' does not exist" in refused("model.path=no/such/model", name="sft")
     assert "model.path: 'no/such/model' does not exist" in refused("model.path=no/such/model", name="eval")
