@@ -123,6 +123,7 @@ class PromptDataset:
             kept_ids.append(tuple(ids))
         problems.raise_any(f"{key}.path")
         report_over_limit(rows, dropped, truncated, len(kept), f"{key}.path")
+        _report_unknown(rows, kept, kept_ids, builder.tokenizer.unk_token_id)
         return cls(rows, kept, kept_texts, kept_ids, dropped, truncated)
 
     def __len__(self) -> int:
@@ -331,6 +332,21 @@ def report_over_limit(rows: Rows, dropped: int, truncated: int, left: int, key: 
         )
     if not left:
         raise DataError(f"{key}: {rows.name}: every row was dropped as over the token limit")
+
+
+def _report_unknown(rows: Rows, kept: list[int], ids: list[tuple[int, ...]], unknown: int | None) -> None:
+    """Warns of text the tokenizer cannot write: the model sees the same unknown token for all of it."""
+    hit = [
+        row for row, sequence in zip(kept, ids, strict=True) if unknown is not None and unknown in sequence
+    ]
+    if hit:
+        logger.warning(
+            "%s: %d of %d prompts hold text that the tokenizer has no token for (first: %s)",
+            rows.name,
+            len(hit),
+            len(kept),
+            rows.where(hit[0]),
+        )
 
 
 def _refuse_reserved(rows: Rows, builder: PromptBuilder, column: str | None, key: str) -> None:

@@ -262,3 +262,11 @@ def test_null_in_a_template_column(byte_tokenizer: Make) -> None:
         build(byte_tokenizer(), rows_of({"x": "a"}, {"x": None}), template="Q: {x}")
     with pytest.raises(DataError, match=r"empty \(row 1"):
         build(byte_tokenizer(), rows_of({"x": " "}), template="Q: {x}")
+
+
+def test_text_without_tokens_is_reported(space_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    rows = load_rows([{"prompt": "abc"}, {"prompt": "a9b"}, {"prompt": "9"}])
+    builder = PromptBuilder(space_tokenizer, DataConfig(format="plain"))
+    with caplog.at_level(logging.WARNING):
+        PromptDataset.build(rows, builder)
+    assert "2 of 3 prompts hold text that the tokenizer has no token for (first: row 2)" in caplog.text
