@@ -314,7 +314,7 @@ class Evil:
 
 @pytest.mark.parametrize("load", ["policy", "scalar"])
 def test_pickled_code_in_weights_is_not_run(variant: Any, tmp_path: Path, load: str) -> None:
-    """CASES 27."""
+    """A checkpoint whose pickle would run code is not executed."""
     folder = variant()
     (folder / "model.safetensors").unlink()
     torch.save({"x": Evil(f"touch {tmp_path / 'executed'}")}, folder / "pytorch_model.bin")
@@ -325,7 +325,7 @@ def test_pickled_code_in_weights_is_not_run(variant: Any, tmp_path: Path, load: 
 
 
 def test_code_of_a_model_folder_is_not_run(variant: Any, tmp_path: Path) -> None:
-    """CASES 27: neither for an unknown architecture nor in place of a known one, and never for a tokenizer."""
+    """Remote code does not run without the flag: neither for an unknown architecture nor in place of a known one, and never for a tokenizer."""
     folder = variant()
     config = json.loads((folder / "config.json").read_text())
     remote = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
