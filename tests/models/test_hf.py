@@ -325,7 +325,7 @@ def test_pickled_code_in_weights_is_not_run(variant: Any, tmp_path: Path, load: 
 
 
 def test_code_of_a_model_folder_is_not_run(variant: Any, tmp_path: Path) -> None:
-    """Remote code does not run without the flag: neither for an unknown architecture nor in place of a known one, and never for a tokenizer."""
+    """Without the flag: neither for an unknown architecture nor in place of a known one, and never for a tokenizer."""
     folder = variant()
     config = json.loads((folder / "config.json").read_text())
     remote = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
