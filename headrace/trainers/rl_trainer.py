@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from headrace.config import Config, ModelConfig, setting_violations, violations
 from headrace.config_aliases import apply_aliases
 from headrace.config_load import from_mapping
-from headrace.data.dataset import HFDataset
 from headrace.errors import ConfigError
 from headrace.flow.run import RunResult
 from headrace.roles.actor import Actor
@@ -22,7 +21,6 @@ _ROLES: dict[str, type[Actor] | type[Reference] | type[Critic]] = {
     "reference": Reference,
     "critic": Critic,
 }
-T = TypeVar("T", bound=Role)
 
 
 @overload
@@ -136,6 +134,3 @@ def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any
         else:
             out[section] = dict(values) if isinstance(values, Mapping) else values
     return out
-
-
-__all__ = ["HFDataset", "PPOTrainer", "RLTrainer", "get_hf_model"]
