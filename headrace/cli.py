@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace import __version__
+from headrace import __version__, cli_report
 from headrace.config import Config
 from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SECTION",
         help=f"explain the settings of a section ({', '.join(sections())}), or of all",
     )
+    cli_report.add_parser(commands)
     return parser
 
 
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else 2
     config: Config | None = None
     try:
+        if "run" in arguments:  # a command of its own, not one of settings
+            return int(arguments.run(arguments, rest))
         if arguments.command == "config" and arguments.explain is not None:
             return _explain(arguments, rest)
         config = _load(arguments, rest)

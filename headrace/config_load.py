@@ -141,6 +141,15 @@ def config_to_yaml(config: Config) -> str:
     return dumped
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The sections of a YAML file as they are written, unchecked. Raises ConfigError when it cannot be read."""
+    problems: list[str] = []
+    raw = _read_yaml(path, problems)
+    if problems:
+        raise ConfigError(problems)
+    return {str(section): value for section, value in raw.items()}
+
+
 def parse_value(key: str, text: str) -> Any:
     """The value of setting `key` typed as `text` on a command line.
 

@@ -26,6 +26,7 @@ from headrace.flow.source import PreparedData, prepare_data
 from headrace.observe.log import RunLogger
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress, make_progress
+from headrace.observe.report import write_run_report
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
@@ -81,7 +82,10 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
     # only now: a configuration that turns out wrong while models load leaves no directory behind
     directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix=flow.name)
     directory.write_config(config_to_yaml(config))
-    return _Run(flow, loader, data, total, directory, evaluation, held_out).go()
+    try:
+        return _Run(flow, loader, data, total, directory, evaluation, held_out).go()
+    finally:
+        write_run_report(directory.path)
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
@@ -297,6 +301,7 @@ def run_evaluation(
         progress.update(1, metrics)
         log.log(0, metrics)
         log.log_samples(0, samples)
+    write_run_report(directory.path)
     return directory, metrics
 
 

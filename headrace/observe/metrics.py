@@ -11,12 +11,13 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Number = float | Tensor
+# torch is imported by the functions that sum: reading what a run logged needs only their names
+Number: TypeAlias = "float | Tensor"
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class MetricSums:
         The count may be 0 where it is added apart from the total, as for a loss whose micro-batches add up to
         one value per update. Raises ValueError for a negative count.
         """
-        if not isinstance(count, Tensor) and count < 0:
+        if isinstance(count, int | float) and count < 0:
             raise ValueError(f"metric '{name}': count {count} is negative")
         self._sum(name, "mean", total)
         self._counts[name] = self._counts.get(name, 0.0) + _scalar(name, count)
@@ -219,7 +220,9 @@ class MetricSums:
 
 def _scalar(name: str, value: Number) -> Number:
     """The value as a Python float or as a detached 0-dimensional float64 tensor on its own device."""
-    if not isinstance(value, Tensor):
+    import torch
+
+    if not isinstance(value, torch.Tensor):
         return float(value)
     if value.numel() != 1:
         raise ValueError(f"metric '{name}': give one value, not a tensor of shape {tuple(value.shape)}")
@@ -227,6 +230,9 @@ def _scalar(name: str, value: Number) -> Number:
 
 
 def _larger(a: Number, b: Number) -> Number:
+    import torch
+    from torch import Tensor
+
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         device = a.device if isinstance(a, Tensor) else b.device if isinstance(b, Tensor) else None
         a, b = (torch.as_tensor(x, dtype=torch.float64, device=device) for x in (a, b))
@@ -236,6 +242,9 @@ def _larger(a: Number, b: Number) -> Number:
 
 def _to_floats(values: list[Number]) -> list[float]:
     """Copies all tensors of a device to the host together, so that there is one wait per device."""
+    import torch
+    from torch import Tensor
+
     out = [math.nan if isinstance(value, Tensor) else value for value in values]
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor)}
     for device in {tensor.device for tensor in tensors.values()}:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ConfigError, DataError, RunError
+from headrace.observe.machine import write_environment
 
 LONGEST_NAME = 255  # bytes; what file systems allow
 
@@ -111,12 +112,13 @@ class RunDirectory:
         return (self.config.is_file() and self.metrics.is_file()) or not any(self.path.iterdir())
 
     def write_config(self, yaml_text: str) -> None:
-        """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory.
+        """Writes the resolved configuration, where it runs, and the empty metrics.jsonl that marks a run's directory.
 
         Raises RunError on a full disk.
         """
         try:
             self.config.write_text(yaml_text, encoding="utf-8")
+            write_environment(self.path)
             self.metrics.touch()
         except OSError as error:
             raise RunError(f"{self.config}: cannot write ({error.strerror})") from error

@@ -39,6 +39,8 @@ def test_the_run_directory(arithmetic: Path, tmp_path: Path) -> None:
         "samples.jsonl",
         "tensorboard",
         "model",
+        "environment.json",
+        "report.html",
     }
     config = configuration(arithmetic, tmp_path, sections)
     assert load_config(folder / "config.yaml", command=None) == config

@@ -1,0 +1,157 @@
+"""What a report draws: which metrics, in which order, and their values in bounded amounts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from headrace.observe.metrics import describe
+from headrace.observe.report_runs import ReportRun, clean_text, room_for_texts, stage_means, thin
+
+# What is drawn first, in this order, and what it is called; metrics that no run has are left out.
+CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Learning",
+        (
+            ("eval/accuracy", "Held-out accuracy"),
+            ("reward/mean", "Reward"),
+            ("sft/loss", "Loss"),
+            ("eval/reward_mean", "Held-out reward"),
+            ("reward/std", "Spread of rewards"),
+            ("reward/zero_spread_group_fraction", "Prompts without a spread"),
+        ),
+    ),
+    (
+        "Policy",
+        (
+            ("actor/kl", "KL to the reference"),
+            ("actor/entropy", "Entropy"),
+            ("gap/abs_logprob_mean", "Gap of rollout and trainer"),
+            ("rollout/response_tokens_mean", "Response length"),
+            ("rollout/truncated_fraction", "Responses cut at the limit"),
+            ("actor/clip_fraction", "Clipped tokens"),
+        ),
+    ),
+    (
+        "Optimisation",
+        (
+            ("actor/loss", "Actor loss"),
+            ("actor/grad_norm", "Actor gradient norm"),
+            ("sft/grad_norm", "Gradient norm"),
+            ("critic/loss", "Critic loss"),
+            ("critic/explained_variance", "Variance the critic explains"),
+            ("critic/grad_norm", "Critic gradient norm"),
+            ("actor/learning_rate", "Learning rate"),
+            ("sft/learning_rate", "Learning rate"),
+        ),
+    ),
+    (
+        "Speed and memory",
+        (
+            ("time/step_s", "Time of a step"),
+            ("rollout/tokens_per_s", "Tokens generated per second"),
+            ("memory/peak_device_bytes", "Peak memory of the device"),
+            ("memory/peak_resident_bytes", "Peak memory of the process"),
+        ),
+    ),
+)
+
+
+def page_data(runs: Sequence[ReportRun]) -> dict[str, Any]:
+    """What the page's script draws: charts by section, stage times and samples."""
+    room = room_for_texts(runs)
+    return {
+        "runs": [run.name for run in runs],
+        "sections": _sections(runs),
+        "stages": [dict(zip(("steps", "seconds"), stage_means(run), strict=True)) for run in runs],
+        "sets": [
+            {
+                "run": i,
+                "kind": s.kind,
+                "step": s.step,
+                "found": s.found,
+                "samples": [
+                    {
+                        k: clean_text(v, room) if k in ("prompt", "completion") else v
+                        for k, v in sample.items()
+                    }
+                    for sample in s.samples
+                ],
+            }
+            for i, run in enumerate(runs)
+            for s in run.samples
+        ],
+    }
+
+
+def _sections(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
+    titles = {metric: title for _, charts in CHARTS for metric, title in charts}
+    logged = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
+    shown = [m for m in logged if not m.startswith("time/") or m == "time/step_s"]
+    rest = sorted(m for m in shown if m not in titles and m not in NOT_DRAWN)
+    # the loss of a way of training that has no charts of its own comes first all the same
+    losses = [m for m in rest if m.endswith(("/loss", "/accuracy"))]
+    own = {"Learning": [(m, readable_name(m)) for m in losses]}
+    rest = [m for m in rest if m not in losses]
+    sections = [
+        (name, [c for c in (*charts, *own.get(name, [])) if _is_worth_a_look(c[0], runs)], False)
+        for name, charts in CHARTS
+    ]
+    seen = {metric for _, charts, _ in sections for metric, _ in charts}
+    dull = [(metric, titles[metric]) for metric in titles if metric not in seen]
+    sections.append(("Everything else", [*dull, *((m, readable_name(m)) for m in rest)], True))
+    out = []
+    for name, charts, folded in sections:
+        drawn = [c for metric, title in charts if (c := _chart(metric, title, runs)) is not None]
+        timed = name == "Speed and memory" and any(stage_means(run)[1] for run in runs)
+        if drawn or timed:
+            out.append({"title": name, "charts": drawn, "folded": folded})
+    return out
+
+
+def _is_worth_a_look(metric: str, runs: Sequence[ReportRun]) -> bool:
+    """Not for a metric that never changes, nor for the held-out reward where it is the accuracy."""
+    values = {value for run in runs for _, value in run.curve(metric) if value is not None}
+    twin = "eval/accuracy" if metric == "eval/reward_mean" else None
+    return len(values) > 1 and (twin is None or any(run.curve(metric) != run.curve(twin) for run in runs))
+
+
+NOT_DRAWN = ("train/step", "eval/rows", "rollout/samples", "actor/updates", "critic/updates", "sft/updates")
+
+
+def _chart(metric: str, title: str, runs: Sequence[ReportRun]) -> dict[str, Any] | None:
+    """One metric of all runs; None where no run has two points, since one point is no curve."""
+    curves = [run.curve(metric) for run in runs]
+    if max(len([1 for _, v in curve if v is not None]) for curve in curves) < 2:
+        return None
+    unit, meaning = documented(metric)
+    lines = [thin(curve) for curve in curves]
+    return {
+        "metric": metric,
+        "title": title,
+        "unit": unit,
+        "meaning": meaning,
+        "noisy": not metric.startswith(("eval/", "memory/", "data/"))
+        and not metric.endswith("learning_rate"),
+        "lines": [
+            {
+                "x": [step for step, _ in line],
+                "y": [None if v is None else float(f"{v:.5g}") for _, v in line],
+            }
+            for line in lines
+        ],
+    }
+
+
+def readable_name(metric: str) -> str:
+    """rollout/tokens_per_s → Rollout: tokens per s."""
+    area, _, rest = metric.partition("/")
+    return f"{area.capitalize()}: {rest.replace('_', ' ').replace('/', ' ')}" if rest else metric
+
+
+def documented(metric: str) -> tuple[str, str]:
+    try:
+        found = describe(metric)
+    except ValueError:  # a metric that a user's own code registered in its process
+        return "", ""
+    return found.unit, found.meaning
