@@ -22,6 +22,7 @@ from headrace.flow.compile import CheckedFlow
 from headrace.flow.evaluate import evaluate, sample_records
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
+from headrace.flow.memory import refuse_what_cannot_fit
 from headrace.flow.source import PreparedData, prepare_data
 from headrace.observe.log import RunLogger
 from headrace.observe.metrics import MetricSums
@@ -74,7 +75,8 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
     check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
     r = config.run
     RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
-    _refuse_own_inputs(config)
+    refuse_own_inputs(config)
+    refuse_what_cannot_fit(flow, data, held_out)
     torch.manual_seed(r.seed)
     prepare_roles(flow, total)
     if evaluation is not None:
@@ -93,7 +95,7 @@ def steps_of(epochs: float, steps_per_epoch: int) -> int:
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
 
 
-def _refuse_own_inputs(config: Config) -> None:
+def refuse_own_inputs(config: Config) -> None:
     """run.overwrite must not delete what the run reads. Raises ConfigError naming the key."""
     if not config.run.overwrite or config.run.name is None:
         return

@@ -11,6 +11,7 @@ from typing import Any
 from headrace.config import Config
 from headrace.data.dataset import HFDataset
 from headrace.errors import ConfigError
+from headrace.flow.flow import CompiledFlow
 from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.flow.source import source_problems
 from headrace.roles.actor import Actor
@@ -35,6 +36,14 @@ def held_out_of(config: Config) -> HFDataset | None:
 
 def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None) -> RunResult:
     """Builds the recipe's flow, checks it and runs it. Raises ConfigError with what is wrong with flow and data."""
+    flow, evaluation = training_flow(config, actor, reward, dataset, held_out)
+    return flow.run(dataset, evaluation=evaluation)
+
+
+def training_flow(
+    config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None
+) -> tuple[CompiledFlow, Evaluation | None]:
+    """The recipe's checked flow and its evaluation. Raises ConfigError with what is wrong with flow and data."""
     try:
         flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
     except ConfigError as error:
@@ -47,7 +56,7 @@ def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: 
         scorer = next((role for role in flow.roles if isinstance(role, RewardModel)), None)
         checked = evaluation_flow(config, actor, reward, scorer).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
-    return flow.run(dataset, evaluation=evaluation)
+    return flow, evaluation
 
 
 def run_train(config: Config) -> int:
@@ -57,14 +66,19 @@ def run_train(config: Config) -> int:
 
 
 def run_sft(config: Config) -> int:
-    actor = Actor(config.model, config.run.device)
+    flow, evaluation = supervised_flow(config, Actor(config.model, config.run.device), held_out_of(config))
+    return finish(flow.run(dataset_of(config), evaluation=evaluation))
+
+
+def supervised_flow(
+    config: Config, actor: Actor, held_out: HFDataset | None
+) -> tuple[CompiledFlow, Evaluation | None]:
     flow = sft_flow(config, actor).compile()
     evaluation = None
-    held_out = held_out_of(config)
     if held_out is not None and (config.reward.function or config.reward.model):
         checked = evaluation_flow(config, actor, config.reward.function).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
-    return finish(flow.run(dataset_of(config), evaluation=evaluation))
+    return flow, evaluation
 
 
 def run_eval(config: Config) -> int:

@@ -1,0 +1,275 @@
+"""How much memory a run will take at most, from sizes alone, against what the device has. docs/plan.md has the formula.
+
+Parts that are there all the time add up; of the phases (rollout, each role's update) only the largest counts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.config import Config
+from headrace.data.prompts import PromptDataset, SFTDataset
+from headrace.errors import ConfigError
+from headrace.flow.compile import CheckedFlow
+from headrace.flow.source import PreparedData
+from headrace.models.hf import resolve_device, resolve_dtype
+from headrace.models.shape import ModelShape, read_shape
+from headrace.observe.machine import host_memory
+from headrace.observe.report_facts import format_bytes
+from headrace.roles.role import LanguageModelRole, Role
+from headrace.rollout.native.engine import LOGITS_AT_ONCE
+from headrace.rollout.native.kv_cache import FREE_MEMORY_SHARE
+from headrace.training.torch_engine import LOGIT_CHUNK_BYTES
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = {"cpu": 700 << 20, "cuda": 600 << 20}  # Python, torch and transformers; the CUDA context
+LOGIT_CHUNKS_ALIVE = 3  # float32 tensors of a chunk's logits in the backward pass (models/logprobs.py)
+SAMPLER_COPIES = 4  # of the logits of one decode step (rollout/native/sampler.py)
+PREFILL_TOKENS = 8192  # of one forward pass of the rollout (rollout/native/engine.py)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One term: bytes, what they are, and the setting to lower, with what it does to them."""
+
+    what: str
+    bytes: int
+    lower: str = ""
+
+
+@dataclass
+class Estimate:
+    """`always` is there all the time, each of `phases` only in its turn. Sizes are those of `device`."""
+
+    device: str
+    total: int
+    free: int
+    always: list[Part] = field(default_factory=list)
+    phases: dict[str, list[Part]] = field(default_factory=dict)
+    least: int = 0  # weights, gradients and optimizer: what nothing but another model or device makes smaller
+    unknown: list[str] = field(default_factory=list)
+
+    @property
+    def phase(self) -> str:
+        """The phase that takes the most."""
+        return max(self.phases, key=lambda name: sum(p.bytes for p in self.phases[name]), default="")
+
+    @property
+    def peak(self) -> int:
+        return sum(p.bytes for p in [*self.always, *self.phases.get(self.phase, [])])
+
+    def largest(self, count: int = 3) -> list[Part]:
+        parts = [*self.always, *self.phases.get(self.phase, [])]
+        return sorted(parts, key=lambda part: -part.bytes)[:count]
+
+    def refusal(self) -> str | None:
+        """The error of a run that cannot fit; None for one that may."""
+        if self.least <= self.total:
+            return None
+        return (
+            f"memory: weights, gradients and optimizer alone take {format_bytes(self.least)}, and {self.device} has"
+            f" {format_bytes(self.total)}: {self._named()}"
+        )
+
+    def warning(self) -> str | None:
+        if self.peak <= self.free:
+            return None
+        return (
+            f"memory: this run may take up to {format_bytes(self.peak)} and {self.device} has"
+            f" {format_bytes(self.free)} free: {self._named()}"
+        )
+
+    def _named(self) -> str:
+        return ", ".join(
+            f"{part.what} {format_bytes(part.bytes)}" + (f" ({part.lower})" if part.lower else "")
+            for part in self.largest()
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many tokens a run moves at once: rows and tokens are the most there can be."""
+
+    longest: int  # tokens of a whole sequence
+    rows_per_update: int
+    rows_at_once: int  # sequences generated at the same time; 0 where nothing is generated
+    prompts_at_once: int
+
+
+def refuse_what_cannot_fit(
+    flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None = None
+) -> None:
+    """The check at the start of a run, before weights are loaded. Raises ConfigError naming the largest terms."""
+    if all(role.is_loaded for role in flow.roles if isinstance(role, LanguageModelRole)):
+        return  # what is loaded already has shown that it fits
+    estimate = estimate_memory(flow, load_of(flow, data, held_out))
+    refusal = estimate.refusal()
+    if refusal is not None:
+        raise ConfigError(refusal)
+    warning = estimate.warning()
+    if warning is not None:
+        logger.warning("%s", warning)
+
+
+def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None = None) -> Load:
+    config = flow.config
+    sets = [d.dataset for d in (data, held_out) if d is not None]
+    longest = max(
+        _longest(d) + (0 if isinstance(d, SFTDataset) else config.rollout.max_new_tokens) for d in sets
+    )
+    if flow.supervised:
+        rows, generated = data.rows_per_step, 0
+    else:
+        rows = config.train.samples_per_update or config.samples_per_step
+        generated = min(config.samples_per_step, config.rollout.max_concurrent_sequences)
+    if held_out is not None:
+        held = len(held_out.dataset) * config.eval.samples_per_prompt
+        generated = max(generated, min(held, config.rollout.max_concurrent_sequences))
+    return Load(longest, rows, generated, config.train.prompts_per_step)
+
+
+def _longest(dataset: PromptDataset | SFTDataset) -> int:
+    if isinstance(dataset, SFTDataset):
+        return max(len(prompt) + len(completion) for prompt, completion in dataset.ids)
+    return max(map(len, dataset.prompt_ids))
+
+
+def estimate_memory(flow: CheckedFlow, load: Load) -> Estimate:
+    """The largest memory of a run of `flow`, all of it on the device that run.device names."""
+    config = flow.config
+    device = resolve_device(config.run.device)
+    width = resolve_dtype(config.model.dtype, device).itemsize
+    estimate = _empty_estimate(device)
+    shapes: dict[Role, ModelShape] = {}
+    for role in flow.roles:
+        shape = _shape(role, shapes)
+        if shape is None:
+            estimate.unknown.append(f"{role.name} ({role.model_config.path})")
+            continue
+        shapes[role] = shape
+        _add_role(estimate, config, role, shape, width, trains=flow.trains(role), load=load)
+    weights = sum(part.bytes for part in estimate.always)
+    generator = next((s for role, s in shapes.items() if role.name == "actor"), None)
+    if generator is not None and load.rows_at_once:
+        room = max(0, estimate.free - weights)
+        estimate.phases["rollout"] = _rollout_parts(config, generator, width, load, room)
+    updates = {name: parts for name, parts in estimate.phases.items() if name != "rollout"}
+    fixed = max(
+        (sum(p.bytes for p in parts if p.what.endswith(FIXED)) for parts in updates.values()), default=0
+    )
+    estimate.least = weights + fixed
+    estimate.always.append(Part("libraries", LIBRARIES[device.type]))
+    return estimate
+
+
+FIXED = ("gradients", "optimizer")  # ends of the names of parts that no batch size makes smaller
+
+
+def _empty_estimate(device: torch.device) -> Estimate:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Estimate(f"the device ({torch.cuda.get_device_name(device)})", total, free)
+    memory = host_memory()
+    return Estimate("this machine", memory.total, memory.free)
+
+
+def _shape(role: Role, known: dict[Role, ModelShape]) -> ModelShape | None:
+    start = getattr(role, "start", None)
+    if start in known:
+        return known[start]
+    c = role.model_config
+    return None if c.path is None else read_shape(str(c.path), role.key, c.trust_remote_code)
+
+
+def _add_role(
+    estimate: Estimate, config: Config, role: Role, shape: ModelShape, width: int, *, trains: bool, load: Load
+) -> None:
+    has_vocabulary = isinstance(role, LanguageModelRole)
+    count = shape.parameters if has_vocabulary else shape.backbone_parameters + shape.hidden
+    estimate.always.append(Part(f"{role.name} weights", count * width, f"a smaller {role.key}"))
+    if not trains:
+        return
+    # float32: the parameters are their own masters (training/optimizer.py)
+    state = count * (8 if width == 4 else 12)
+    gradients = Part(f"{role.name} gradients", 4 * count)
+    optimizer = Part(
+        f"{role.name} optimizer",
+        state,
+        "train.offload_optimizer=true" if estimate.device != "this machine" else "",
+    )
+    offload = config.train.offload_optimizer and estimate.device != "this machine"
+    if offload:
+        estimate.phases[f"{role.name} optimizer step"] = [gradients, optimizer]
+    else:
+        estimate.always.append(optimizer)
+    tokens = tokens_at_once(config, load)
+    parts = [gradients, _activations(config, shape, width, tokens)]
+    if has_vocabulary:
+        device = "cpu" if estimate.device == "this machine" else "cuda"
+        chunk = min(LOGIT_CHUNK_BYTES[device], 4 * shape.vocab * tokens)
+        parts.append(Part("logits", LOGIT_CHUNKS_ALIVE * chunk))
+        parts.append(Part("output head's gradient", shape.vocab * shape.hidden * (4 if width == 4 else 6)))
+    estimate.phases[f"{role.name} update"] = parts
+
+
+def tokens_at_once(config: Config, load: Load) -> int:
+    """The most tokens of one forward and backward pass."""
+    parts = config.train.microbatches_per_update
+    if parts is not None:
+        return -(-load.rows_per_update // parts) * load.longest
+    return min(max(config.train.tokens_per_microbatch, load.longest), load.rows_per_update * load.longest)
+
+
+def layer_bytes(shape: ModelShape, width: int) -> int:
+    """Bytes that one layer keeps of one token for its backward pass.
+
+    Norms keep a float32 input and two results; attention queries, keys, values and twice its output; a gated MLP
+    four, a plain one five tensors of its inner width (an activation written out keeps its steps).
+    """
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    norms = 2 * shape.hidden * (4 + 2 * width) + (shape.query_key_norm and (query + key) * (4 + width))
+    attention = width * (3 * query + 2 * key) + 4 * shape.heads
+    mlp = width * (4 if shape.gated else 5) * shape.intermediate * shape.experts_per_token
+    return norms + attention + mlp
+
+
+def _activations(config: Config, shape: ModelShape, width: int, tokens: int) -> Part:
+    layer = layer_bytes(shape, width)
+    if config.model.gradient_checkpointing:
+        kept = shape.layers * shape.hidden * width + layer
+        lower = "train.tokens_per_microbatch"
+    else:
+        kept = shape.layers * layer
+        lower = "train.tokens_per_microbatch, or model.gradient_checkpointing=true"
+    ends = shape.hidden * (4 + 5 * width)  # the embedding, the last norm, response states and their gradients
+    passing = width * (3 * shape.intermediate + 4 * shape.hidden)  # gradients inside one layer
+    return Part(f"activations of {tokens:,} tokens", tokens * (kept + ends + passing), lower)
+
+
+def _rollout_parts(config: Config, shape: ModelShape, width: int, load: Load, room: int) -> list[Part]:
+    """The KV cache as rollout/native/engine.py sizes it, and what one forward pass and one draw need beside it."""
+    r = config.rollout
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * width
+    if r.kv_cache_tokens is not None:
+        tokens = r.kv_cache_tokens
+    else:
+        blocks = load.rows_at_once * (-(-load.longest // r.kv_block_tokens) + 1)
+        tokens = min(blocks * r.kv_block_tokens, int(room * FREE_MEMORY_SHARE) // per_token)
+    rows = min(load.rows_at_once * shape.vocab, LOGITS_AT_ONCE)
+    prefill = min(PREFILL_TOKENS, load.prompts_at_once * load.longest)
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    inner = 2 * shape.intermediate * shape.experts_per_token
+    forward = prefill * (width * (3 * shape.hidden + 2 * query + 2 * key + inner) + 4 * shape.hidden)
+    return [
+        Part(
+            f"KV cache of {tokens:,} tokens",
+            tokens * per_token,
+            "rollout.kv_cache_tokens or rollout.max_concurrent_sequences",
+        ),
+        Part("logits of one draw", SAMPLER_COPIES * 4 * rows, "rollout.max_concurrent_sequences"),
+        Part("prefill", forward),
+    ]
