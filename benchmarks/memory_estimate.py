@@ -23,7 +23,7 @@ from typing import Any
 
 # name: kind, (hidden, inner, layers, heads, vocabulary)
 SMALL = {
-    "qwen2, 8M": ("qwen2", (256, 1024, 6, 4, 8192)),
+    "qwen3, 8M": ("qwen3", (256, 1024, 6, 4, 8192)),
     "qwen3, 29M": ("qwen3", (512, 1536, 8, 8, 8192)),
     "llama, 55M": ("llama", (640, 2048, 8, 10, 8192)),
 }
@@ -48,7 +48,6 @@ def make_model(folder: Path, kind: str, sizes: tuple[int, int, int, int, int]) -
 
     logging.disable_progress_bar()
     classes = {
-        "qwen2": (t.Qwen2Config, t.Qwen2ForCausalLM),
         "qwen3": (t.Qwen3Config, t.Qwen3ForCausalLM),
         "llama": (t.LlamaConfig, t.LlamaForCausalLM),
     }

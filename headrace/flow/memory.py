@@ -26,7 +26,16 @@ from headrace.training.torch_engine import LOGIT_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
-LIBRARIES = {"cpu": 700 << 20, "cuda": 600 << 20}  # Python, torch and transformers; the CUDA context
+LIBRARIES = "libraries"
+LIBRARY_BYTES = {"cpu": 700 << 20, "cuda": 600 << 20}  # Python, torch and transformers; the CUDA context
+FIXED = ("gradients", "optimizer")  # ends of the names of parts that no batch size makes smaller
+# what takes a role's weights away
+WITHOUT = {
+    "actor": "use a smaller model.path",
+    "critic": "use a smaller critic.path, or algorithm.name=grpo",
+    "reference": "use a smaller reference.path, or algorithm.kl_coefficient=0",
+    "reward_model": "use a smaller reward.model",
+}
 LOGIT_CHUNKS_ALIVE = 3  # float32 tensors of a chunk's logits in the backward pass (models/logprobs.py)
 SAMPLER_COPIES = 4  # of the logits of one decode step (rollout/native/sampler.py)
 PREFILL_TOKENS = 8192  # of one forward pass of the rollout (rollout/native/engine.py)
@@ -50,7 +59,6 @@ class Estimate:
     free: int
     always: list[Part] = field(default_factory=list)
     phases: dict[str, list[Part]] = field(default_factory=dict)
-    least: int = 0  # weights, gradients and optimizer: what nothing but another model or device makes smaller
     unknown: list[str] = field(default_factory=list)
 
     @property
@@ -64,15 +72,27 @@ class Estimate:
 
     def largest(self, count: int = 3) -> list[Part]:
         parts = [*self.always, *self.phases.get(self.phase, [])]
-        return sorted(parts, key=lambda part: -part.bytes)[:count]
+        return sorted((p for p in parts if p.what != LIBRARIES), key=lambda part: -part.bytes)[:count]
+
+    @property
+    def least(self) -> list[Part]:
+        """Weights, gradients and optimizer: what only another model, algorithm or device makes smaller."""
+        fixed = [[p for p in parts if p.what.endswith(FIXED)] for parts in self.phases.values()]
+        most = max(fixed, key=lambda parts: sum(p.bytes for p in parts), default=[])
+        return [p for p in [*self.always, *most] if p.what != LIBRARIES]
+
+    @property
+    def least_bytes(self) -> int:
+        return sum(part.bytes for part in self.least)
 
     def refusal(self) -> str | None:
         """The error of a run that cannot fit; None for one that may."""
-        if self.least <= self.total:
+        if self.least_bytes <= self.total:
             return None
+        largest = sorted(self.least, key=lambda part: -part.bytes)[:3]
         return (
-            f"memory: weights, gradients and optimizer alone take {format_bytes(self.least)}, and {self.device} has"
-            f" {format_bytes(self.total)}: {self._named()}"
+            f"memory: weights, gradients and optimizer alone take {format_bytes(self.least_bytes)}, and {self.device}"
+            f" has {format_bytes(self.total)}: {_named(largest)}"
         )
 
     def warning(self) -> str | None:
@@ -80,14 +100,12 @@ class Estimate:
             return None
         return (
             f"memory: this run may take up to {format_bytes(self.peak)} and {self.device} has"
-            f" {format_bytes(self.free)} free: {self._named()}"
+            f" {format_bytes(self.free)} free: {_named(self.largest())}"
         )
 
-    def _named(self) -> str:
-        return ", ".join(
-            f"{part.what} {format_bytes(part.bytes)}" + (f" ({part.lower})" if part.lower else "")
-            for part in self.largest()
-        )
+
+def _named(parts: list[Part]) -> str:
+    return ", ".join(f"{p.what} {format_bytes(p.bytes)}{f' ({p.lower})' if p.lower else ''}" for p in parts)
 
 
 @dataclass(frozen=True)
@@ -157,16 +175,8 @@ def estimate_memory(flow: CheckedFlow, load: Load) -> Estimate:
     if generator is not None and load.rows_at_once:
         room = max(0, estimate.free - weights)
         estimate.phases["rollout"] = _rollout_parts(config, generator, width, load, room)
-    updates = {name: parts for name, parts in estimate.phases.items() if name != "rollout"}
-    fixed = max(
-        (sum(p.bytes for p in parts if p.what.endswith(FIXED)) for parts in updates.values()), default=0
-    )
-    estimate.least = weights + fixed
-    estimate.always.append(Part("libraries", LIBRARIES[device.type]))
+    estimate.always.append(Part(LIBRARIES, LIBRARY_BYTES[device.type]))
     return estimate
-
-
-FIXED = ("gradients", "optimizer")  # ends of the names of parts that no batch size makes smaller
 
 
 def _empty_estimate(device: torch.device) -> Estimate:
@@ -190,7 +200,7 @@ def _add_role(
 ) -> None:
     has_vocabulary = isinstance(role, LanguageModelRole)
     count = shape.parameters if has_vocabulary else shape.backbone_parameters + shape.hidden
-    estimate.always.append(Part(f"{role.name} weights", count * width, f"a smaller {role.key}"))
+    estimate.always.append(Part(f"{role.name} weights", count * width, WITHOUT.get(role.name, "")))
     if not trains:
         return
     # float32: the parameters are their own masters (training/optimizer.py)

@@ -16,7 +16,6 @@ from headrace.flow.run import Evaluation, check_roles, prepare_both, refuse_own_
 from headrace.flow.source import PreparedData, read_rows
 from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory
-from headrace.observe.summary import format_number
 from headrace.roles.actor import Actor
 from headrace.trainers.launch import dataset_of, held_out_of, supervised_flow, training_flow
 
@@ -170,7 +169,7 @@ def _held_out(plan: Plan) -> list[tuple[str, str]]:
         (
             "held out",
             f"{plan.held_out_rows:,} rows of {plan.held_out.dataset.name}, evaluated {plan.evaluations} times:"
-            f" {each:,} responses each time, at most {format_number(tokens)} tokens",
+            f" {each:,} responses each time, at most {tokens:,} tokens",
         )
     ]
 
@@ -196,7 +195,7 @@ def _batch(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "tokens",
-            f"at most {format_number(most)} a step, {format_number(samples * c.rollout.max_new_tokens)} of them sampled",
+            f"at most {most:,} a step, {samples * c.rollout.max_new_tokens:,} of them sampled",
         ),
         ("micro-batch", at_once),
         ("generated", f"{plan.load.rows_at_once} sequences at the same time"),
@@ -272,7 +271,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "total_bytes": e.total,
             "free_bytes": e.free,
             "peak_bytes": e.peak,
-            "least_bytes": e.least,
+            "least_bytes": e.least_bytes,
             "always": {part.what: part.bytes for part in e.always},
             "phases": {name: {part.what: part.bytes for part in parts} for name, parts in e.phases.items()},
             "unknown": e.unknown,
