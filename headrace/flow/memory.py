@@ -1,4 +1,4 @@
-"""How much memory a run will take at most, from sizes alone, against what the device has. docs/plan.md has the formula.
+"""How much memory a run will take at most, from sizes alone, against what the device has. docs/report.md has the formula.
 
 Parts that are there all the time add up; of the phases (rollout, each role's update) only the largest counts.
 """

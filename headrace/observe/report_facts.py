@@ -137,7 +137,12 @@ def facts(run: ReportRun) -> dict[str, Any]:
     }
 
 
-KINDS = {"evaluation": "Evaluation", "sft": "Supervised fine-tuning", "reward_model": "Reward model"}
+KINDS = {
+    "training": "Training",
+    "evaluation": "Evaluation",
+    "sft": "Supervised fine-tuning",
+    "reward_model": "Reward model",
+}
 VERSIONS = ("headrace", "torch", "transformers", "python")
 
 

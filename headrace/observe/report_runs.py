@@ -292,8 +292,7 @@ def room_for_texts(runs: Sequence[ReportRun]) -> int:
 def clean_text(text: str, most: int = LONGEST_TEXT) -> str:
     """The text with everything invisible made visible, cut in the middle to about `most` characters with a note.
 
-    Control characters become their pictures (U+2400 …), marks that change the direction of writing become
-    ‹U+202E›, lone surrogates U+FFFD.
+    Control characters and marks that change the direction of writing become ‹U+202E›, lone surrogates U+FFFD.
     """
     if len(text) > most:
         head = most * 2 // 3
@@ -312,11 +311,8 @@ _CONTROLS = re.compile(
 
 def _visible(match: re.Match[str]) -> str:
     code = ord(match[0])
-    if code < 0x20:
-        return chr(0x2400 + code)
-    if 0xD800 <= code <= 0xDFFF or code in (0xFFFE, 0xFFFF):
-        return "\ufffd"
-    return "\u2421" if code == 0x7F else f"‹U+{code:04X}›"
+    lost = 0xD800 <= code <= 0xDFFF or code in (0xFFFE, 0xFFFF)
+    return "\ufffd" if lost else f"‹U+{code:04X}›"
 
 
 def differing_settings(run: ReportRun) -> list[tuple[str, Any, Any]]:

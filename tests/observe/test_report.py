@@ -116,7 +116,7 @@ def test_hostile_texts_stay_texts(tmp_path: Path) -> None:
         "</script><script>document",
         "onerror=",
         "‹U+202E›right to left‹U+2066›",
-        "␀␇␛[31m␡",
+        "‹U+0000›‹U+0007›‹U+001B›[31m‹U+007F›",
         "\ufffd alone",
     ):
         assert seen in one["completion"]

@@ -51,7 +51,6 @@
   const trim = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
   function tickText(value, step, unit) {
     if (unit === "fraction") return `${trim((100 * value).toFixed(Math.max(0, Math.min(4, -Math.floor(Math.log10(100 * step) + 1e-9)))))} %`;
-    if (unit === "bytes") return trimUnit(short(value, unit));
     const size = Math.abs(value);
     if (value === 0) return "0";
     if (size >= 1000) return trimUnit(short(value, ""));
@@ -59,13 +58,10 @@
     return value.toFixed(Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
   }
   const trimUnit = (text) => text.replace(/(\.\d*?)0+(?=\D|$)/, "$1").replace(/\.(?=\D|$)/, "");
-  function linearTicks(low, high, wanted, base) {
+  function linearTicks(low, high, wanted) {
     const rough = (high - low) / wanted;
     const power = 10 ** Math.floor(Math.log10(rough));
-    const scale = base || 1;
-    const step = scale === 1
-      ? [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999)
-      : scale * 2 ** Math.ceil(Math.log2(Math.max(rough, 1) / scale));
+    const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= rough * 0.999);
     const ticks = [];
     for (let i = Math.ceil(low / step - 1e-6); i * step <= high + step * 1e-6; i++) ticks.push(i * step);
     return { ticks, step };
@@ -84,15 +80,15 @@
     if (unit === "fraction" || unit === "bytes") return trimUnit(short(value, unit));
     return value >= 0.001 && value < 1000 ? String(Number(value.toPrecision(2))) : trimUnit(value.toExponential(1).replace("e+", "e")).replace(".0e", "e");
   }
-  /** Exponential moving average with the start's bias taken out; a gap stays a gap. */
-  function smoothed(values) {
+  /** Exponential moving average, of logarithms on a logarithmic axis, without the start's bias; a gap stays a gap. */
+  function smoothed(values, log) {
     const keep = 1 - 1 / Math.max(4, values.length / 30);
     let sum = 0, weight = 0;
     return values.map((value) => {
       if (value === null) return null;
-      sum = keep * sum + (1 - keep) * value;
+      sum = keep * sum + (1 - keep) * (log ? Math.log(value) : value);
       weight = keep * weight + (1 - keep);
-      return sum / weight;
+      return log ? Math.exp(sum / weight) : sum / weight;
     });
   }
 
@@ -142,9 +138,10 @@
       tip.replaceChildren(make("p", { class: "step" }, `step ${shown}`), ...rows.map((row) =>
         make("p", {}, make("span", { class: `swatch s${row.colour}` }), row.name ? `${row.name} ` : "", make("b", {}, row.text))));
       tip.hidden = false;
-      const left = svg.offsetLeft + x, half = tip.offsetWidth + 14;
-      tip.style.left = `${Math.max(4, left + half > node.clientWidth - 4 ? left - half : left + 14)}px`;
-      tip.style.top = `${svg.offsetTop + 6}px`;
+      const outer = node.getBoundingClientRect(), inner = svg.getBoundingClientRect();
+      const left = inner.left - outer.left + x, size = tip.offsetWidth + 14;
+      tip.style.left = `${Math.max(4, left + size > node.clientWidth - 4 ? left - size : left + 14)}px`;
+      tip.style.top = `${inner.top - outer.top + 6}px`;
     }
     function hide() {
       if (frame && frame.marks) for (const mark of frame.marks) mark.remove();
@@ -187,9 +184,12 @@
         const room = Math.abs(low) > 0 ? Math.abs(low) * 0.1 : 1;
         [low, high] = [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
       }
-      const found = linearTicks(low, high, 5, spec.unit === "bytes" ? 1024 ** Math.floor(Math.log(Math.max(high, 1)) / Math.log(1024)) / 1024 : 0);
-      ticks = found.ticks;
-      label = (v) => tickText(Math.abs(v) < found.step * 1e-9 ? 0 : v, found.step, spec.unit);
+      const power = spec.unit === "bytes" ? Math.min(4, Math.max(0, Math.floor(Math.log2(Math.max(high, 1)) / 10))) : 0;
+      const scale = 1024 ** power; // bytes get round numbers of their own unit
+      const found = linearTicks(low / scale, high / scale, 5);
+      ticks = found.ticks.map((t) => t * scale);
+      label = (v) => tickText(Math.abs(v / scale) < found.step * 1e-9 ? 0 : v / scale, found.step, spec.unit)
+        + (spec.unit === "bytes" ? ` ${["B", "KiB", "MiB", "GiB", "TiB"][power]}` : "");
       const pad = (high - low) * 0.04;
       low = low >= 0 ? Math.max(0, low - pad) : low - pad;
       high = spec.unit === "fraction" && high <= 1 ? Math.min(1, high + pad) : high + pad;
@@ -223,7 +223,7 @@
   function curveChart(parent, chart) {
     const lines = chart.lines.map((line) => {
       const finite = line.y.filter((v) => v !== null);
-      return { ...line, finite, at: new Map(line.x.map((step, i) => [step, i])), soft: finite.length >= 40 && chart.noisy ? smoothed(line.y) : null };
+      return { ...line, finite, at: new Map(line.x.map((step, i) => [step, i])), noisy: finite.length >= 40 && chart.noisy, soft: null };
     });
     const every = lines.flatMap((line) => line.finite);
     const [low, high] = [every.reduce((a, b) => Math.min(a, b)), every.reduce((a, b) => Math.max(a, b))];
@@ -242,7 +242,7 @@
       range: () => [low, high],
       plot(svg, frame) {
         lines.forEach((line, i) => {
-          const soft = smooth && line.soft;
+          const soft = line.soft = smooth && line.noisy ? smoothed(line.y, frame.log) : null;
           if (soft) draw(svg, "path", { class: `curve raw k${i % COLOURS}`, d: path(line.x, line.y, frame) });
           draw(svg, "path", { class: `curve k${i % COLOURS}`, d: path(line.x, soft || line.y, frame) });
           if (line.finite.length <= 25) {
@@ -255,7 +255,7 @@
       read: (step) => lines.flatMap((line, i) => {
         const j = line.at.get(step);
         if (j === undefined) return [];
-        const value = line.y[j], soft = smooth && line.soft ? line.soft[j] : null;
+        const value = line.y[j], soft = line.soft ? line.soft[j] : null;
         const text = value === null ? "not finite" : short(value, chart.unit) + (soft !== null ? ` (smooth ${short(soft, chart.unit)})` : "");
         return [{ colour: i % COLOURS, name: data.runs.length > 1 ? data.runs[i] : "", text, at: soft !== null ? soft : value }];
       }),
@@ -367,8 +367,9 @@
   // Samples: one set, or two beside each other matched by prompt and index
   const PAGE = 8;
   function nameOf(set) {
-    const what = set.kind === "training" ? `training, step ${set.step}` : data.sets.filter((s) => s.run === set.run && s.kind === "evaluation").length === 1
-      && set.step === 0 ? "evaluation" : set.step === 0 ? "evaluation before the first step" : `evaluation after step ${set.step}`;
+    const alone = data.sets.filter((s) => s.run === set.run && s.kind === "evaluation").length === 1;
+    const when = set.step > 0 ? `after step ${set.step}` : alone ? "evaluation" : "before training";
+    const what = set.kind === "training" ? `training, step ${set.step}` : when;
     return data.runs.length > 1 ? `${data.runs[set.run]}: ${what}` : what;
   }
   function showSamples() {
