@@ -150,6 +150,7 @@ def _plan(config: Config, arguments: argparse.Namespace) -> int:
 
         return _write(run_plan(config, arguments.planned, arguments.json))
     finally:
+        gc.freeze()  # nor at the end of the process
         gc.enable()
         sys.dont_write_bytecode = before
 

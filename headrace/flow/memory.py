@@ -241,7 +241,9 @@ def layer_bytes(shape: ModelShape, width: int) -> int:
     four, a plain one five tensors of its inner width (an activation written out keeps its steps).
     """
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    norms = 2 * shape.hidden * (4 + 2 * width) + (shape.query_key_norm and (query + key) * (4 + width))
+    norms = shape.norms_per_layer * shape.hidden * (4 + 2 * width) + (
+        shape.query_key_norm and (query + key) * (4 + width)
+    )
     attention = width * (3 * query + 2 * key) + 4 * shape.heads
     mlp = width * (4 if shape.gated else 5) * shape.intermediate * shape.experts_per_token
     return norms + attention + mlp

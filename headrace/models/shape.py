@@ -46,6 +46,7 @@ class ModelShape:
     gated: bool
     query_key_norm: bool
     experts_per_token: int = 1
+    norms_per_layer: int = 2
     counted: str = "headers"  # or "arithmetic"
 
     @property
@@ -104,6 +105,7 @@ def shape_of(config: Any, stored: int | None = None) -> ModelShape | None:
         gated=gated,
         query_key_norm=text.model_type.startswith(("qwen3", "gemma3", "olmo2")),
         experts_per_token=experts,
+        norms_per_layer=4 if text.model_type.startswith(("gemma2", "gemma3")) else 2,
         counted="headers" if stored else "arithmetic",
     )
 

@@ -34,6 +34,10 @@ def test_the_parameters_are_those_of_the_model(tiny: Any, name: str, tmp_path: P
     up = next(p for n, p in hf.named_parameters() if "up_proj.weight" in n or "c_fc.weight" in n)
     assert shape.intermediate in up.shape
     assert shape.gated == any("gate_proj" in n for n, _ in hf.named_parameters())
+    norms = {
+        n.rpartition(".layers.0.")[2] for n, _ in hf.named_parameters() if ".0." in n and "norm.weight" in n
+    }
+    assert shape.norms_per_layer == (2 if name == "gpt2" else len([n for n in norms if "self_attn" not in n]))
     assert shape.query_key_norm == any("q_norm" in n for n, _ in hf.named_parameters())
 
 
