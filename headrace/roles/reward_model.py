@@ -40,7 +40,7 @@ class RewardModel(Role):
             )
         self._engine = make_engine(self._model, config, prefix="reward_model", optimizer=None)
 
-    @stage(reads=("input_ids",), writes=("reward_model_score",))
+    @stage(reads=("input_ids", "response_mask"), writes=("reward_model_score",))
     def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         """float32 [R], from the hidden state at each row's last token."""
         if self._engine is None:
