@@ -14,6 +14,7 @@ from headrace.config_load import from_mapping
 from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
 from headrace.roles.role import Role
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
@@ -78,6 +79,7 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
     if ordered:
         problems += _column_violations(ordered, set(flow.data_columns))
     problems += setting_violations(config)
+    problems += _environment_violations(flow, config)
     if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
         problems += step_violations(config, grouped=any(s.function is grpo_advantages for s in flow.stages))
         problems += _penalty_violations(flow, config)
@@ -195,6 +197,18 @@ def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
     for stage in ordered:
         above[stage.name] = {a for d in stage.depends_on for a in above.get(d, set()) | {d}}
     return above
+
+
+def _environment_violations(flow: Graph, config: Config) -> list[str]:
+    """What is wrong with the environment of the flow's rollout, where there is one."""
+    out: list[str] = []
+    for role in dict.fromkeys(s.role for s in flow.stages if s.spec.makes_rows):
+        try:
+            if isinstance(role, Actor):
+                role.find_environment(config)
+        except ConfigError as error:
+            out += error.violations
+    return out
 
 
 def _penalty_violations(flow: Graph, config: Config) -> list[str]:
