@@ -12,6 +12,7 @@ from headrace.agents.environment import Environment
 from headrace.data.batch import Batch
 from headrace.rollout.engine import Completion
 
+EPISODE_COLUMNS = ("turn_rewards", "environment_reward", "num_turns", "episode")
 ASSISTANT, ENVIRONMENT = "assistant", "environment"
 
 

@@ -52,7 +52,7 @@ def grpo_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
 
 @stage(
     reads=("reward", "values", "response_mask", "finish_reason"),
-    optional=("logprobs", "reference_logprobs"),
+    optional=("logprobs", "reference_logprobs", "turn_rewards"),
     writes=("advantages", "returns", "loss_mask"),
     sections=("algorithm",),
 )

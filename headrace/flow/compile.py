@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.agents.episode import EPISODE_COLUMNS
 from headrace.algorithms.stages import grpo_advantages
 from headrace.config import Config, setting_violations, step_violations
 from headrace.config_load import from_mapping
@@ -64,7 +65,7 @@ class CheckedFlow:
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
-            available |= set(stage.spec.writes)
+            available |= _written(stage, self.config)
         return out
 
 
@@ -77,7 +78,7 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
     config = _merged_config(flow, problems)
     ordered = _in_order(flow, problems)
     if ordered:
-        problems += _column_violations(ordered, set(flow.data_columns))
+        problems += _column_violations(ordered, set(flow.data_columns), config)
     problems += setting_violations(config)
     problems += _environment_violations(flow, config)
     if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
@@ -155,14 +156,20 @@ def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _column_violations(ordered: list[Stage], data_columns: set[str]) -> list[str]:
+def _written(stage: Stage, config: Config) -> set[str]:
+    """The columns a stage writes: those it declares, and those of episodes where it plays some."""
+    plays = stage.spec.makes_rows and isinstance(stage.role, Actor) and stage.role.plays(config)
+    return {*stage.spec.writes, *(EPISODE_COLUMNS if plays else ())}
+
+
+def _column_violations(ordered: list[Stage], data_columns: set[str], config: Config) -> list[str]:
     """What each stage reads must be written by a stage it depends on, directly or through others."""
     out: list[str] = []
     supervised = any(s.spec.supervised for s in ordered)
     source = data_columns | (SUPERVISED_COLUMNS if supervised else DATA_COLUMNS)
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        for column in stage.spec.writes:
+        for column in sorted(_written(stage, config)):
             writers.setdefault(column, []).append(stage.name)
     above = _ancestors(ordered)
     for stage in ordered:

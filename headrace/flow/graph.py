@@ -82,7 +82,7 @@ class Graph:
 
     def _has_environment(self) -> bool:
         """True where an environment gives rewards of its own."""
-        return self.config.agent.environment is not None or any(
-            "environment" in s.settings or (isinstance(s.role, Actor) and s.role.environment is not None)
+        return any(
+            isinstance(s.role, Actor) and (s.role.plays(self.config) or "environment" in s.settings)
             for s in self.stages
         )

@@ -71,6 +71,10 @@ class Actor(LanguageModelRole):
             kv_cache_tokens=r.kv_cache_tokens,
         )
 
+    def plays(self, config: Config) -> bool:
+        """True where a rollout is an episode of several turns."""
+        return self.environment is not None or config.agent.environment is not None
+
     def find_environment(self, config: Config) -> MakeEnvironment | None:
         """What makes the environment of an episode, if there are episodes. Raises ConfigError."""
         spec = self.environment or config.agent.environment
