@@ -48,7 +48,8 @@ class TurnFormat:
         self.end_ids = frozenset(end_ids)
         if prompt_format == "chat":
             self._opening = self._render([{"role": "user", "content": QUESTION}])
-            self._check_template()
+            # what may hold the end of the assistant's turn: the ids before the environment's text
+            self._closing = self._continuation(ANSWER, self._checked_tail().partition(OBSERVED)[0])
 
     def between(self, response_text: str, last_id: int, texts: Sequence[str]) -> list[int]:
         """The ids of the environment's `texts` after a response that ends with `last_id`, up to where the model is
@@ -69,18 +70,11 @@ class TurnFormat:
                 "the chat template renders the turns before the environment's message differently"
             )
         ids = self._continuation(ANSWER, tail)
-        if last_id in self.end_ids and last_id in ids[: self._closing_ids(ids)]:
-            ids = ids[ids.index(last_id) + 1 :]
+        if last_id in self.end_ids and last_id in self._closing:
+            end = self._closing.index(last_id) + 1
+            if ids[:end] == self._closing[:end]:
+                ids = ids[end:]
         return ids
-
-    def _closing_ids(self, ids: list[int]) -> int:
-        """How many of the first ids may hold the end of the assistant's turn: those before the environment's text."""
-        probe = self._tail(ANSWER, [OBSERVED]) or ""
-        closing = self._continuation(ANSWER, probe.partition(OBSERVED)[0])
-        same = 0
-        while same < min(len(ids), len(closing)) and ids[same] == closing[same]:
-            same += 1
-        return same
 
     def _continuation(self, before: str, text: str) -> list[int]:
         """The ids `text` has after `before`, unless a token would straddle the two; then those it has alone."""
@@ -101,7 +95,8 @@ class TurnFormat:
         generated = self._opening + answer
         return whole[len(generated) :] if whole.startswith(generated) else None
 
-    def _check_template(self) -> None:
+    def _checked_tail(self) -> str:
+        """What the template writes after a response, the environment's text being OBSERVED. Raises ConfigError."""
         from jinja2 import TemplateError
 
         advice = "give one that keeps them as model.chat_template, or use data.format=plain"
@@ -129,3 +124,4 @@ class TurnFormat:
                 f"model.chat_template: the template leaves out messages of role '{self.role}'; set `role` of the"
                 " environment to one it knows, or give another template"
             )
+        return plain

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from headrace.agents.environment import Step, load_environment
 from headrace.cli import main
+from headrace.models.hf import load_tokenizer
 from headrace.observe.run_dir import RunDirectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tools"
@@ -44,16 +46,32 @@ def accuracies(directory: RunDirectory) -> list[float]:
 
 def test_the_example_s_files_fit_together(folder: Path) -> None:
     few = ["eval.limit_rows=4", "train.warmup_updates=0", "run.overwrite=true", "run.tensorboard=false"]
-    warm = run(folder, "sft", "sft.yaml", "task", "worksheets.jsonl", *few, "train.steps=30")
+    warm = run(
+        folder, "sft", "sft.yaml", "task", "worksheets.jsonl", *few, "train.steps=10", "data.limit_rows=200"
+    )
     assert "eval/agent/turns_mean" in warm.read_metrics()[-1]
     small = ["train.steps=1", "train.prompts_per_step=8", "rollout.samples_per_prompt=4"]
-    trained = run(folder, "train", "grpo.yaml", "sft", "train.jsonl", *few, *small)
+    trained = run(folder, "train", "grpo.yaml", "sft", "train.jsonl", *few, *small, "data.limit_rows=50")
     samples = [json.loads(line) for line in trained.samples.read_text().splitlines()]
     assert all(s["episode"][0]["role"] == "assistant" for s in samples)
-    assert (
-        "agent/part/tool_calls" in trained.read_metrics()[-1]
-        or trained.read_metrics()[-1]["agent/turns_mean"] == 1
-    )
+
+
+def test_worksheets_show_what_the_environment_would_have_written(folder: Path) -> None:
+    make = load_environment(f"{EXAMPLE}/environment.py:Calculator")
+    tokenizer = load_tokenizer(str(folder / "task" / "model"))
+    rows = [json.loads(line) for line in (folder / "task" / "worksheets.jsonl").read_text().splitlines()]
+    calls = [row for row in rows if row["answer"].startswith("<tool_call>")]
+    shown = {row["prompt"]: row["answer"] for row in rows if "<tool_response>" in row["prompt"]}
+    assert 0.25 < len(calls) / (len(rows) - len(calls)) < 0.35
+    for row in calls[:50]:
+        environment = make()
+        environment.reset({"answer": "0"})
+        said = row["prompt"] + row["answer"] + "".join(environment.step(row["answer"]).text)
+        answer = shown[said]
+        assert environment.step(answer) == Step(done=True, reward=0.0)
+        ids = tokenizer(said + answer)["input_ids"]
+        assert len(ids) == 6 + 7 + 2 + 2 * len(answer)  # the four words are one token each
+        assert tokenizer.decode(ids) == said + answer
 
 
 @pytest.mark.learn
