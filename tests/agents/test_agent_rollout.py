@@ -68,6 +68,7 @@ def play(
     chat: bool = False,
     sampling: SamplingParams | None = None,
     evaluation: bool = False,
+    on_progress: Callable[[float], None] = lambda fraction: None,
     columns: Mapping[str, list[Any]] | None = None,
     **agent: Any,
 ) -> tuple[Batch, Scripted, dict[str, float]]:
@@ -79,6 +80,7 @@ def play(
         environment, config, tokenizer, end_ids=ids_of("<eos><|im_end|>"), max_sequence_tokens=100
     )
     engine, context = Scripted(script), StageContext(config, 3, 9, MetricSums(), evaluation=evaluation)
+    context.on_progress = on_progress
     rows = Batch(
         [0] * len(prompts),
         rows={
@@ -211,7 +213,7 @@ def test_chat_turns_are_those_of_the_template() -> None:
         script,
         ("P",),
         chat=True,
-        sampling=SamplingParams(max_new_tokens=99 - 60),
+        sampling=SamplingParams(max_new_tokens=60),
     )
     assert text_of(rows["input_ids"].tolist()) == (
         "P3*4?<|im_end|>\n<|im_start|>user\n12<|im_end|>\n<|im_start|>assistant\n13"
@@ -333,6 +335,19 @@ def test_an_error_in_close_does_not_hide_the_first(caplog: pytest.LogCaptureFixt
     with pytest.raises(AgentError, match="no such page"):
         play(says(ValueError("no such page"), close=broken), {(0, 0, 0): "a"})
     assert "close raised RuntimeError: gone" in caplog.text
+
+
+def test_environments_are_closed_when_the_run_is_interrupted() -> None:
+    environment, calls = says(Step("12"), Step(done=True)), iter(range(100))
+
+    def interrupt(fraction: float) -> None:
+        if next(calls) == 3:  # after two resets and two steps
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        play(environment, {(0, s, 0): "a" for s in range(2)}, samples=2, on_progress=interrupt)
+    assert [len(e.heard) for e in environment.made] == [1, 1]
+    assert [e.closed for e in environment.made] == [1, 1]
 
 
 def test_a_prompt_from_reset_must_leave_room() -> None:
