@@ -22,7 +22,7 @@ help:
 	@echo "make test-learn  train until held-out accuracy rises (minutes)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make docs        write docs/metrics.md and docs/configuration.md anew"
-	@echo "make clean       remove caches, builds and demo_run/ (keeps .venv and runs/)"
+	@echo "make clean       remove caches, builds, demo_run/ and tools_run/ (keeps .venv and runs/)"
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/arithmetic/demo.py
@@ -51,7 +51,7 @@ docs: $(VENV)/.base
 	mv docs/configuration.md.new docs/configuration.md
 
 clean:
-	rm -rf build dist demo_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo_run tools_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CHECKED) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.created:

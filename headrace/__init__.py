@@ -25,6 +25,7 @@ _WHERE = {
     "grpo_advantages": "headrace.algorithms.stages",
     "gae_advantages": "headrace.algorithms.stages",
     "HeadraceError": "headrace.errors",
+    "AgentError": "headrace.errors",
     "ConfigError": "headrace.errors",
     "RewardError": "headrace.errors",
     "RunError": "headrace.errors",
@@ -36,13 +37,14 @@ if TYPE_CHECKING:
     from headrace.config_load import load_config
     from headrace.data.batch import Batch
     from headrace.data.dataset import HFDataset
-    from headrace.errors import ConfigError, HeadraceError, RewardError, RunError
+    from headrace.errors import AgentError, ConfigError, HeadraceError, RewardError, RunError
     from headrace.flow.flow import Flow
     from headrace.flow.run import Evaluation
     from headrace.stages import StageContext, stage
     from headrace.trainers.rl_trainer import PPOTrainer, RLTrainer, get_hf_model
 
 __all__ = [
+    "AgentError",
     "Batch",
     "Config",
     "ConfigError",

@@ -23,6 +23,7 @@ SHORTHAND = {
     "eval": "path",
     "critic": "path",
     "reference": "path",
+    "agent": "environment",
 }
 """The key that a section given as a single string sets (`model: Qwen/Qwen2.5-0.5B`)."""
 
@@ -136,7 +137,20 @@ class RewardConfig(Section):
     model: str | None = key(
         None, "folder or hub id of a reward model with one scalar output; added to the function's reward"
     )
-    max_concurrency: int = key(32, "async reward calls in flight", "calls", ge=1)
+    max_concurrency: int = key(32, "async reward and environment calls in flight", "calls", ge=1)
+
+
+class AgentConfig(Section):
+    environment: str | None = key(
+        None,
+        "path/to/file.py:Class or package.module:Class; answers the model turn by turn (default: one response, no turns)",
+    )
+    max_turns: int = key(
+        8, "responses of the model in an episode; rollout.max_new_tokens bounds all of them", "turns", ge=1
+    )
+    timeout_s: float = key(
+        60.0, "longest call of the environment; a longer one ends its episode, which is left out", "s", gt=0
+    )
 
 
 class AlgorithmConfig(Section):
@@ -250,6 +264,7 @@ class Config(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
@@ -289,7 +304,8 @@ def violations(config: Config, command: Literal["train", "sft", "eval"] = "train
         )
     if command == "eval" and c.eval.path is None and c.data.path is None:
         out.append("eval.path: not given; set it to the held-out data set")
-    if command in ("train", "eval") and c.reward.function is None and c.reward.model is None:
+    rewarded = c.reward.function or c.reward.model or c.agent.environment
+    if command in ("train", "eval") and not rewarded:
         out.append("reward.function: not given; set it to path/to/file.py:function (or set reward.model)")
     if command == "train":
         out += step_violations(c, grouped=c.algorithm.name == "grpo")

@@ -31,6 +31,7 @@ PATH_KEYS = (
     "data.path",
     "eval.path",
     "reward.function",
+    "agent.environment",
     "reward.model",
     "critic.path",
     "reference.path",

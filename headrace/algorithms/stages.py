@@ -52,12 +52,13 @@ def grpo_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
 
 @stage(
     reads=("reward", "values", "response_mask", "finish_reason"),
-    optional=("logprobs", "reference_logprobs"),
+    optional=("logprobs", "reference_logprobs", "turn_rewards"),
     writes=("advantages", "returns", "loss_mask"),
     sections=("algorithm",),
 )
 def gae_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
-    """GAE over response tokens: the reward at the last one, the KL penalty (kl_placement 'reward') at each."""
+    """GAE over response tokens: the reward at the last one (what a turn of an episode earned, at that turn's last one),
+    the KL penalty (kl_placement 'reward') at each."""
     algorithm = context.config.algorithm
     mask = loss_mask(batch, context)
     rewards = torch.zeros(batch.num_tokens)
@@ -67,9 +68,7 @@ def gae_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
         context.metrics.add(
             "reward/kl_penalty", float(torch.where(mask, penalty, 0.0).sum()), int(mask.sum())
         )
-    last = last_masked_token(mask, batch)
-    scored = last >= 0
-    rewards[last[scored]] += torch.as_tensor(batch["reward"], dtype=torch.float32)[scored]
+    rewards += placed_rewards(batch, mask)
     advantages, returns = gae(
         rewards, batch["values"], mask, batch.offsets, algorithm.gamma, algorithm.gae_lambda
     )
@@ -77,6 +76,20 @@ def gae_advantages(batch: Batch, context: StageContext) -> dict[str, Any]:
         advantages = whiten(advantages, mask)
     _advantage_metrics(advantages, mask, context)
     return {"advantages": advantages, "returns": returns, "loss_mask": mask}
+
+
+def placed_rewards(batch: Batch, mask: Tensor) -> Tensor:
+    """[N] float32: each row's reward at its last true position; of that, what column `turn_rewards` places at the turns
+    of an episode stays where it is. A row without a true position, or without a reward, has none."""
+    rest = torch.as_tensor(batch["reward"], dtype=torch.float64)
+    placed = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if "turn_rewards" in batch:
+        placed = torch.where(mask, batch["turn_rewards"].double(), 0.0)
+        rest = rest.index_add(0, batch.row_ids(), -placed)
+    last = last_masked_token(mask, batch)
+    scored = last >= 0
+    placed[last[scored]] += rest[scored]
+    return placed.float()
 
 
 def last_masked_token(mask: Tensor, batch: Batch) -> Tensor:

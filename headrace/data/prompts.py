@@ -48,6 +48,10 @@ RESERVED_COLUMNS = frozenset(
         "returns",
         "advantages",
         "loss_mask",
+        "turn_rewards",
+        "environment_reward",
+        "num_turns",
+        "episode",
     }
 )
 """Names that headrace gives to columns of a batch; a data column may not have them."""

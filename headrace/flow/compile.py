@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.agents.episode import EPISODE_COLUMNS
 from headrace.algorithms.stages import grpo_advantages
 from headrace.config import Config, setting_violations, step_violations
 from headrace.config_load import from_mapping
 from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
 from headrace.roles.role import Role
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
@@ -63,7 +65,7 @@ class CheckedFlow:
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
-            available |= set(stage.spec.writes)
+            available |= _written(stage, self.config)
         return out
 
 
@@ -76,8 +78,9 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
     config = _merged_config(flow, problems)
     ordered = _in_order(flow, problems)
     if ordered:
-        problems += _column_violations(ordered, set(flow.data_columns))
+        problems += _column_violations(ordered, set(flow.data_columns), config)
     problems += setting_violations(config)
+    problems += _environment_violations(flow, config)
     if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
         problems += step_violations(config, grouped=any(s.function is grpo_advantages for s in flow.stages))
         problems += _penalty_violations(flow, config)
@@ -153,14 +156,20 @@ def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _column_violations(ordered: list[Stage], data_columns: set[str]) -> list[str]:
+def _written(stage: Stage, config: Config) -> set[str]:
+    """The columns a stage writes: those it declares, and those of episodes where it plays some."""
+    plays = stage.spec.makes_rows and isinstance(stage.role, Actor) and stage.role.plays(config)
+    return {*stage.spec.writes, *(EPISODE_COLUMNS if plays else ())}
+
+
+def _column_violations(ordered: list[Stage], data_columns: set[str], config: Config) -> list[str]:
     """What each stage reads must be written by a stage it depends on, directly or through others."""
     out: list[str] = []
     supervised = any(s.spec.supervised for s in ordered)
     source = data_columns | (SUPERVISED_COLUMNS if supervised else DATA_COLUMNS)
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        for column in stage.spec.writes:
+        for column in sorted(_written(stage, config)):
             writers.setdefault(column, []).append(stage.name)
     above = _ancestors(ordered)
     for stage in ordered:
@@ -195,6 +204,18 @@ def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
     for stage in ordered:
         above[stage.name] = {a for d in stage.depends_on for a in above.get(d, set()) | {d}}
     return above
+
+
+def _environment_violations(flow: Graph, config: Config) -> list[str]:
+    """What is wrong with the environment of the flow's rollout, where there is one."""
+    out: list[str] = []
+    for role in dict.fromkeys(s.role for s in flow.stages if s.spec.makes_rows):
+        try:
+            if isinstance(role, Actor):
+                role.find_environment(config)
+        except ConfigError as error:
+            out += error.violations
+    return out
 
 
 def _penalty_violations(flow: Graph, config: Config) -> list[str]:

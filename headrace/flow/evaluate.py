@@ -51,6 +51,7 @@ def sample_records(batch: Batch) -> list[dict[str, Any]]:
             "reward": rewards[r],
             "finish_reason": batch["finish_reason"][r],
             "num_tokens": int(batch["num_tokens"][r]),
+            **({"episode": batch["episode"][r]} if "episode" in batch else {}),
         }
         for r in range(batch.num_rows)
     ]

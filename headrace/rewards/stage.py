@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 class RewardStage:
     """Writes `reward` (float64 [R]; NaN where the function returned None) and one `reward/part/<name>` metric a part.
 
-    `add_model_score` adds column `reward_model_score` to it. What is wrong with `function` itself is kept in
+    `add_model_score` adds column `reward_model_score` to it; what an environment gave (column `environment_reward`, where
+    there is one) is added always. What is wrong with `function` itself is kept in
     `problems`, which compiling a flow reports together with everything else.
     """
 
@@ -42,7 +43,7 @@ class RewardStage:
                 self.problems = error.violations
         self.add_model_score = add_model_score
         reads = ("completion", *(("reward_model_score",) if add_model_score else ()))
-        self.__stage_spec__ = StageSpec(reads=reads, writes=("reward",))
+        self.__stage_spec__ = StageSpec(reads=reads, writes=("reward",), optional=("environment_reward",))
         self.__name__ = "reward"
 
     def check(self, columns: Collection[str]) -> list[str]:
@@ -71,6 +72,8 @@ class RewardStage:
                 context.metrics.add(f"{prefix}/part/{safe}", sum(given), len(given))
         if self.add_model_score:
             rewards = rewards + batch["reward_model_score"].double()
+        if "environment_reward" in batch:
+            rewards = rewards + batch["environment_reward"]
         _reward_metrics(rewards, context)
         return {"reward": rewards}
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headrace.agents.environment import MakeEnvironment, load_environment
+from headrace.agents.rollout import AgentRollout
 from headrace.algorithms.gap import logprob_gap
 from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
@@ -33,7 +36,10 @@ EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
 
 class Actor(LanguageModelRole):
     name = "actor"
+    environment: MakeEnvironment | None = None  # instead of agent.environment, for callers in Python
     _rollout: NativeEngine | None = None
+    _agent: AgentRollout | None = None
+    _found_environment: tuple[Any, MakeEnvironment | None] = (None, None)
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         settings = optimizer_settings(
@@ -47,13 +53,34 @@ class Actor(LanguageModelRole):
             prefix="sft" if supervised else "actor",
             optimizer=settings if trains else None,
         )
-        r = config.rollout
+        self._agent = None
+        make, r = self.find_environment(config), config.rollout
+        if make is not None:
+            limits = (r.max_sequence_tokens, self.model.max_positions, 1 << 30)
+            self._agent = AgentRollout(
+                make,
+                config,
+                self.tokenizer,
+                end_ids=self.model.eos_token_ids,
+                max_sequence_tokens=min(n for n in limits if n is not None),
+            )
         self._rollout = NativeEngine(
             self.model,
             max_concurrent_sequences=r.max_concurrent_sequences,
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
         )
+
+    def plays(self, config: Config) -> bool:
+        """True where a rollout is an episode of several turns."""
+        return self.environment is not None or config.agent.environment is not None
+
+    def find_environment(self, config: Config) -> MakeEnvironment | None:
+        """What makes the environment of an episode, if there are episodes. Raises ConfigError."""
+        spec = self.environment or config.agent.environment
+        if spec is not None and self._found_environment[0] != spec:
+            self._found_environment = (spec, load_environment(spec))
+        return self._found_environment[1] if spec is not None else None
 
     @stage(
         reads=("prompt_ids", "prompt_id"),
@@ -68,22 +95,30 @@ class Actor(LanguageModelRole):
             "finish_reason",
             "num_tokens",
         ),
-        sections=("rollout",),
+        sections=("rollout", "agent"),
         makes_rows=True,
     )
     def generate(self, batch: Batch, context: StageContext) -> Batch:
-        """Prompts [P rows] → P x samples_per_prompt rows of prompt + response, with the sampled log-probabilities."""
+        """Prompts [P rows] → P x samples_per_prompt rows of prompt + response, with the sampled log-probabilities.
+
+        With an environment the response is an episode of several turns, and there are more columns: agents/episode.py.
+        """
         if self._rollout is None:
             raise RuntimeError("actor: prepare() has not been called")
         sampling, n = sampling_params(context.config, context.evaluation)
         step = EVALUATION_STEP if context.evaluation else context.step
+        started = time.perf_counter()
+        if self._agent is not None:
+            seed_of = partial(sample_seed, context.config.run.seed, step)
+            rows = self._agent.generate(self._rollout, batch, n, sampling, seed_of, context)
+            _rollout_metrics(rows, batch["prompt_ids"], time.perf_counter() - started, context)
+            return rows
         prompt_ids, identities = batch["prompt_ids"], batch["prompt_id"].tolist()
         requests = [
             Request(tuple(ids), tuple(sample_seed(context.config.run.seed, step, who, i) for i in range(n)))
             for ids, who in zip(prompt_ids, identities, strict=True)
         ]
         total = len(requests) * n
-        started = time.perf_counter()
         completions = self._rollout.generate(
             requests, sampling, lambda finished, tokens: context.on_progress(finished / total)
         )

@@ -61,7 +61,7 @@ def run_sft(config: Config) -> int:
     flow = sft_flow(config, actor).compile()
     evaluation = None
     held_out = held_out_of(config)
-    if held_out is not None and (config.reward.function or config.reward.model):
+    if held_out is not None and (config.reward.function or config.reward.model or config.agent.environment):
         checked = evaluation_flow(config, actor, config.reward.function).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return finish(flow.run(dataset_of(config), evaluation=evaluation))
