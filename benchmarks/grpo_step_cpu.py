@@ -42,7 +42,7 @@ def make_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(folder)
