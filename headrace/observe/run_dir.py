@@ -75,9 +75,11 @@ class RunDirectory:
         return run
 
     def clean(self) -> None:
-        """Removes what a save of the model left that was killed half-way."""
+        """Removes what a run left that was killed while it wrote its configuration or its model."""
         for path in self.path.glob(f".{self.model.name}-*"):
             shutil.rmtree(path)
+        for path in self.path.glob(f".{self.config.name}-*"):
+            path.unlink()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -149,7 +151,11 @@ class RunDirectory:
         """True for an empty directory or one that a run wrote; never for a link or a file."""
         if self.path.is_symlink() or not self.path.is_dir():
             return False
-        return (self.config.is_file() and self.metrics.is_file()) or not any(self.path.iterdir())
+        return (self.config.is_file() and self.metrics.is_file()) or all(
+            path.name.startswith(f".{self.config.name}-")
+            or (path == self.metrics and not path.stat().st_size)
+            for path in self.path.iterdir()  # nothing, or what a run killed in `write_config` left
+        )
 
     def write_config(self, yaml_text: str) -> None:
         """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory.
@@ -157,11 +163,11 @@ class RunDirectory:
         Raises RunError on a full disk.
         """
         try:
+            self.metrics.touch()
             # by a rename: when a run is resumed, the old one stays until the new one is whole
             temporary = self.path / f".{self.config.name}-{os.getpid()}"
             temporary.write_text(yaml_text, encoding="utf-8")
             os.rename(temporary, self.config)
-            self.metrics.touch()
         except OSError as error:
             raise RunError(f"{self.config}: cannot write ({error.strerror})") from error
 
