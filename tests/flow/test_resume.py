@@ -224,38 +224,32 @@ def test_a_module_as_a_reward_is_no_state(arithmetic: Path, tmp_path: Path) -> N
 
 
 def test_interrupted_anywhere_it_is_the_same_run(arithmetic: Path, tmp_path: Path) -> None:
-    """The first signal at the n-th reward call: in the first evaluation, in a step, in a step's evaluation."""
-    sections = merged(PPO, train={"steps": 3, "passes_per_step": 1}, eval={"every_steps": 2})
+    """The first signal in reward call 3 (the first evaluation), 14 (step 1), 30 (evaluation at step 2), 50 (the last).
+
+    10 held-out rows, 8 and 2 at a time, come before the first step and after steps 2 and 3; a step has 8 samples.
+    """
+    sections = merged(
+        PPO, train={"steps": 3, "passes_per_step": 1, "prompts_per_step": 2}, eval={"every_steps": 2}
+    )
     sections = merged(sections, checkpoint={"every_steps": 0}, critic={"warmup_steps": 0})
+    sections = merged(sections, rollout={"max_concurrent_sequences": 2})
     whole = start(arithmetic, tmp_path / "whole", held_out=True, **sections)
-    calls = 0
-    while True:
-        calls += 1
-        seen = 0
+    for number, steps in ((3, 0), (14, 0), (30, 2), (50, 3)):
+        calls = 0
 
         def score(completion: str) -> float:
-            nonlocal seen
-            seen += 1
-            if seen == 1 + 23 * (calls - 1):  # noqa: B023
+            nonlocal calls
+            calls += 1
+            if calls == number:  # noqa: B023
                 signal.raise_signal(signal.SIGINT)
             return even(completion)
 
-        first = start(arithmetic, tmp_path / f"{calls}", score, held_out=True, **sections)
-        if not first.interrupted:
-            break
-        for _ in range(9):
-            seen = 10**6
-            rest = start(
-                arithmetic,
-                tmp_path / f"{calls}",
-                score,
-                held_out=True,
-                **merged(sections, run={"resume": True}),
-            )
-            if not rest.interrupted:
-                break
+        first = start(arithmetic, tmp_path / f"{number}", score, held_out=True, **sections)
+        assert (first.interrupted, first.steps) == (True, steps)
+        resumed = merged(sections, run={"resume": True})
+        rest = start(arithmetic, tmp_path / f"{number}", held_out=True, **resumed)
+        assert not rest.interrupted
         assert_same_run(whole.directory, rest.directory)
-    assert calls > 3
 
 
 def test_the_critic_and_the_actor_have_seen_the_same_steps(arithmetic: Path, tmp_path: Path) -> None:
