@@ -12,13 +12,14 @@ BIN := $(VENV)/bin
 CHECKED := $(wildcard headrace tests examples benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-learn test-gpu docs clean
+.PHONY: help demo test lint types test-slow test-learn test-gpu docs clean
 
 help:
 	@echo "make demo        train a small model from nothing to a skill, on one CPU"
 	@echo "make test        the tests, without the long ones and those for a GPU"
 	@echo "make lint        ruff: rules and format"
 	@echo "make types       mypy"
+	@echo "make test-slow   kill runs again and again, and resume them (minutes)"
 	@echo "make test-learn  train until held-out accuracy rises (minutes)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make docs        write docs/metrics.md and docs/configuration.md anew"
@@ -28,7 +29,7 @@ demo: $(VENV)/.base
 	$(BIN)/python examples/arithmetic/demo.py
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not learn and not gpu"
+	$(BIN)/python -m pytest -m "not learn and not gpu and not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check $(CHECKED)
@@ -36,6 +37,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/python -m mypy
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 test-learn: $(VENV)/.dev
 	$(BIN)/python -m pytest -m learn

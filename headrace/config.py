@@ -50,6 +50,7 @@ class RunConfig(Section):
         "auto", "live: a display that redraws; plain: one line a step; auto: live on a terminal, else plain"
     )
     save_final: bool = key(True, "save the trained model as a Hugging Face folder at the end")
+    resume: bool = key(False, "continue the run in run.dir/run.name from its latest checkpoint")
 
 
 class ModelConfig(Section):
@@ -241,6 +242,20 @@ class TrainConfig(Section):
     max_skipped_updates: int = key(10, "stop after so many non-finite updates in a row", "updates", ge=1)
 
 
+class CheckpointConfig(Section):
+    every_steps: int = key(
+        50,
+        "write a checkpoint every so many steps; 0: only at the end, at Ctrl-C and for the best evaluation",
+        "steps",
+        ge=0,
+    )
+    keep: int = key(2, "newest checkpoints kept, besides the best; 0: write none at all", "checkpoints", ge=0)
+    allow_changed: list[str] = key(
+        [],
+        "settings that may differ from the checkpoint's when a run is resumed, such as train.learning_rate",
+    )
+
+
 class ClusterConfig(Section):
     """On one device these have one allowed value each; they exist so that the same file grows to many devices."""
 
@@ -270,6 +285,7 @@ class Config(Section):
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @model_validator(mode="before")

@@ -88,4 +88,5 @@ def column_stage(
 
     run.__stage_spec__ = StageSpec(reads=reads, writes=writes)  # type: ignore[attr-defined]
     run.__name__ = getattr(function, "__name__", "function")
+    run.__wrapped__ = function  # type: ignore[attr-defined]
     return run

@@ -17,6 +17,8 @@ from headrace.stages import StageContext, StageSpec
 
 logger = logging.getLogger(__name__)
 
+CORRECT = 1.0  # in evaluation, a response with at least this reward is correct
+
 
 class RewardStage:
     """Writes `reward` (float64 [R]; NaN where the function returned None) and one `reward/part/<name>` metric a part.
@@ -83,7 +85,7 @@ def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
     total, count = float(valid.sum()), valid.numel()
     if context.evaluation:
         m.add("eval/reward_mean", total, count)
-        m.add("eval/accuracy", float((valid >= 1.0).sum()), count)
+        m.add("eval/accuracy", float((valid >= CORRECT).sum()), count)
         m.add_total("eval/rows", len(rewards))
         return
     m.add("reward/mean", total, count)

@@ -28,6 +28,7 @@ from headrace.roles.role import (
 from headrace.rollout.engine import Completion, Request, SamplingParams, sample_seed
 from headrace.rollout.native.engine import NativeEngine
 from headrace.stages import StageContext, stage
+from headrace.training.engine import TrainingState
 from headrace.training.policy_loss import PolicyLoss, rollout_reference
 from headrace.training.value_loss import SupervisedLoss
 
@@ -207,6 +208,11 @@ class Actor(LanguageModelRole):
         )
         context.metrics.add_total("sft/tokens", int(batch["response_mask"].sum()))
         self._count_updates(before, context)
+
+    def load_state_dict(self, state: TrainingState) -> None:
+        super().load_state_dict(state)
+        if self._rollout is not None:
+            self._rollout.weight_version = optimizer_counts(self.engine)[0]
 
     def _count_updates(self, before: tuple[int, int], context: StageContext) -> None:
         count_updates(self.engine, before, context)

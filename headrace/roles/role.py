@@ -16,6 +16,7 @@ from headrace.errors import ConfigError, RunError
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from headrace.stages import StageContext
+from headrace.training.engine import TrainingState
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.torch_engine import TorchEngine
 
@@ -53,6 +54,19 @@ class Role:
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         """Loads the model and, when the flow `trains` this role, makes its optimizer. Called once before a run."""
         raise NotImplementedError
+
+    @property
+    def engine(self) -> TorchEngine:
+        """What runs the model. Raises RuntimeError before `prepare`."""
+        raise NotImplementedError
+
+    def state_dict(self) -> TrainingState:
+        """What a checkpoint keeps of a trained role."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: TrainingState) -> None:
+        """Continues training where `state` was taken. Raises ConfigError when it is another model's."""
+        self.engine.load_state_dict(state)
 
 
 class LanguageModelRole(Role):

@@ -12,12 +12,12 @@ import torch
 from headrace.data.batch import Batch
 from headrace.data.packing import balance_rows
 from headrace.data.prefixes import pack_shared, share_prefixes
-from headrace.errors import RunError
+from headrace.errors import ConfigError, RunError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
 from headrace.observe.metrics import MetricSums
-from headrace.training.engine import Loss, TokenOutputs, TrainingEngine
+from headrace.training.engine import Loss, TokenOutputs, TrainingEngine, TrainingState
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 
 logger = logging.getLogger(__name__)
@@ -180,3 +180,45 @@ class TorchEngine(TrainingEngine):
                 " before them. Lower train.learning_rate, check the rewards for huge values, or use model.dtype=float32"
             )
         return sums
+
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The parameters that this engine updates, in the optimizer's order."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def state_dict(self) -> TrainingState:
+        """See TrainingEngine. Weights are stored once: a float32 parameter is its own master."""
+        if self.optimizer is None:
+            raise RunError(f"{self.prefix}: this model is frozen and has no training state")
+        state = self.optimizer.state_dict()
+        tensors: dict[str, torch.Tensor] = {}
+        rows = zip(self.trained_parameters().items(), state["masters"], state["adam"], strict=True)
+        for (name, parameter), master, adam in rows:
+            tensors[f"weight/{name}"] = parameter.detach() if master is None else master
+            tensors |= {f"{key}/{name}": value for key, value in adam.items()}
+        numbers = {name: state[name] for name in ("updates", "skipped")}
+        return TrainingState(tensors, {**numbers, "skipped_in_a_row": self._skipped_in_a_row})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: TrainingState) -> None:
+        if self.optimizer is None:
+            raise RunError(f"{self.prefix}: this model is frozen and has no training state")
+        parameters, saved = self.trained_parameters(), state.tensors
+        names = {key.partition("/")[2] for key in saved if key.startswith("weight/")}
+        odd = sorted(names ^ parameters.keys())
+        odd += [n for n in names & parameters.keys() if saved[f"weight/{n}"].shape != parameters[n].shape]
+        if odd:
+            raise ConfigError(
+                f"{self.prefix}: the checkpoint is of another model ({odd[0]} differs, {len(odd)} in all); resume with"
+                " the model that the run started with"
+            )
+        masters: list[torch.Tensor | None] = []
+        adam: list[dict[str, torch.Tensor]] = []
+        for name, parameter in parameters.items():
+            weight = saved[f"weight/{name}"]
+            masters.append(None if parameter.dtype == torch.float32 else weight)
+            if masters[-1] is None:
+                parameter.copy_(weight)
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in saved]
+            adam.append({key: saved[f"{key}/{name}"].clone() for key in keys})
+        self.optimizer.load_state_dict({**state.numbers, "masters": masters, "adam": adam})
+        self._skipped_in_a_row = int(state.numbers["skipped_in_a_row"])
