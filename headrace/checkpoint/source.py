@@ -74,7 +74,9 @@ def load_source(source: Source, *, dtype: str | None, merged: bool, trust_remote
     An adapter is added to its base when `merged`, computed in float32 whatever is stored. Raises ConfigError.
     """
     if source.adapter is not None and merged:
-        model = _load(source.adapter.base, source.adapter.is_scalar, trust_remote_code, source.path)
+        model = _load(
+            source.adapter.base, source.adapter.is_scalar, trust_remote_code, source.adapter.tokenizer
+        )
         model.adapters = load_adapters(model.hf, source.adapter, KEY, exact=True)
         if dtype is not None:
             model.hf.to(DTYPES["float32"])  # rounded once, below

@@ -21,6 +21,7 @@ from headrace.models.find import find_model
 from headrace.models.lora import ADAPTER, Adapters, adapter_layers, inject, is_linear, require_peft
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TOKENIZER = "tokenizer_config.json"
 PREFIX = "base_model.model."  # peft's wrapper around the model, part of every saved name
 
 # Keys of adapter_config.json that may have any value: what plain LoRA is made of, and notes that change nothing.
@@ -45,6 +46,11 @@ class AdapterFolder:
     @property
     def is_scalar(self) -> bool:
         return self.raw.get("task_type") == "SEQ_CLS"
+
+    @property
+    def tokenizer(self) -> str:
+        """Where its tokenizer is: beside it, or with its base."""
+        return self.path if cached_file(self.path, TOKENIZER) is not None else self.base
 
     def head_names(self, key: str = "model.path") -> set[str]:
         """The parameters of a scalar head that the folder holds."""
@@ -132,12 +138,18 @@ def _plain_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
+def weights_source(path: str, key: str = "model.path") -> str:
+    """Where a whole model is: `path` (as found by find_model), or the base of the adapter there."""
+    adapter = adapter_folder(path, key)
+    return path if adapter is None else adapter.base
+
+
 def tokenizer_source(path: str, key: str = "model.path") -> str:
     """`path`, or the base of an adapter folder that holds no tokenizer."""
-    adapter = adapter_folder(path, key)
-    if adapter is None or cached_file(path, "tokenizer_config.json") is not None:
+    if cached_file(path, TOKENIZER) is not None:
         return path
-    return adapter.base
+    adapter = adapter_folder(path, key)
+    return path if adapter is None else adapter.tokenizer
 
 
 def read_weights(adapter: AdapterFolder, key: str = "model.path") -> dict[str, Tensor]:

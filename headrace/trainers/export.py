@@ -90,7 +90,7 @@ def check_apart(source: Source, target: Path) -> None:
 
 def _copy_adapter(adapter: AdapterFolder, target: Path, dtype: str | None) -> None:
     weights = cached_file(adapter.path, WEIGHTS)
-    tokenizer = load_tokenizer(adapter.path, key=KEY)
+    tokenizer = load_tokenizer(adapter.tokenizer, key=KEY)
 
     def write(folder: Path) -> None:
         if dtype is None:
