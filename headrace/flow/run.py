@@ -23,6 +23,7 @@ from headrace.flow.evaluate import evaluate, sample_records
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
 from headrace.flow.source import PreparedData, prepare_data
+from headrace.models.adapter_folder import weights_source
 from headrace.observe.log import RunLogger
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress, make_progress
@@ -102,6 +103,10 @@ def _refuse_own_inputs(config: Config) -> None:
         "data.path": config.data.path,
         "eval.path": config.eval.path,
     }
+    models = {
+        k: p for k, p in given.items() if k not in ("data.path", "eval.path") and p and Path(p).is_dir()
+    }
+    given |= {f"{key} (the adapter's base)": weights_source(str(p), key) for key, p in models.items()}
     problems = [
         f"{key}: '{path}' lies in {own}, which run.overwrite would delete; choose another run.name"
         for key, path in given.items()

@@ -166,6 +166,15 @@ def test_an_interrupted_run_saves_the_adapter(arithmetic: Path, tmp_path: Path) 
     assert any(v.any() for k, v in model.trainable_state().items() if ".lora_B." in k)
 
 
+def test_overwriting_the_run_that_holds_the_base_is_refused(arithmetic: Path, tmp_path: Path) -> None:
+    go(arithmetic, tmp_path, run={"name": "base"}, train={"steps": 1})
+    go(arithmetic, tmp_path, model={"path": str(tmp_path / "base" / "model")}, **LORA)
+    again = {"run": {"name": "base", "overwrite": True}, "model": {"path": str(tmp_path / "r" / "model")}}
+    with pytest.raises(ConfigError, match=r"model\.path \(the adapter's base\): '.*base/model' lies in"):
+        go(arithmetic, tmp_path, **again, train={"steps": 1})
+    assert (tmp_path / "base" / "model" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
