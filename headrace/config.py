@@ -52,7 +52,9 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str | None = key(None, "Hugging Face folder, hub id, or .gguf file of the policy (the actor)")
+    path: str | None = key(
+        None, "Hugging Face folder, hub id, .gguf file or adapter folder of the policy (the actor)"
+    )
     tokenizer: str | None = key(None, "tokenizer folder or hub id (default: model.path)")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype that training and rollout compute in; the optimizer always keeps float32 weights"

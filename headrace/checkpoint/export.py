@@ -40,12 +40,23 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> Path:
         try:
             os.chmod(temporary, 0o755)
             write(temporary)
+            _share(temporary)
             _replace(path, temporary)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise RunError(f"{path}: the model cannot be written ({error})") from error
     return path
+
+
+def _share(folder: Path) -> None:
+    """Gives every file the permissions of an ordinary new one; safetensors lets only the owner read its own."""
+    ordinary = folder / ".ordinary"
+    ordinary.touch()
+    mode = ordinary.stat().st_mode & 0o777
+    ordinary.unlink()
+    for file in folder.iterdir():
+        os.chmod(file, mode)
 
 
 def _replace(path: Path, temporary: Path) -> None:

@@ -95,6 +95,8 @@ def test_a_model_folder_is_the_same_model(folders: Any, tmp_path: Path, name: st
     kept = GenerationConfig.from_pretrained(out)
     assert kept.eos_token_id[:2] == generation.pop("eos_token_id")  # a tokenizer's own end id would follow
     assert {k: getattr(kept, k) for k in generation} == generation  # as they were
+    (tmp_path / "ordinary").touch()
+    assert {p.stat().st_mode for p in out.iterdir()} == {(tmp_path / "ordinary").stat().st_mode}
     stored = load_file(out / "model.safetensors")
     tied = name in ("qwen2-tied", "gemma3", "gpt2")
     assert ("lm_head.weight" in stored) == (not tied)
