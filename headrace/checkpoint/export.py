@@ -102,7 +102,7 @@ def _write_adapters(model: Backbone, folder: Path) -> None:
     settings.base_model_name_or_path = model.adapters.base
     settings.inference_mode = True
     if isinstance(model, ScalarModel):
-        settings.modules_to_save = ["score"]
+        settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     settings.save_pretrained(folder)
     state = {saved_name(name): value.contiguous() for name, value in model.trainable_state().items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})

@@ -68,13 +68,11 @@ def cached_file(path: str, name: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file as from_hub
 
-    found = from_hub(
-        path,
-        name,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    quiet = ("gated_repo", "missing_entries", "connection_errors")
+    try:
+        found = from_hub(path, name, **{f"_raise_exceptions_for_{what}": False for what in quiet})
+    except OSError:
+        return None  # no such repository: loading the model itself will say so, naming the key
     return Path(found) if found else None
 
 

@@ -43,9 +43,7 @@ def critic_from(actor: CausalLM, gradient_checkpointing: bool = False) -> Scalar
     else:
         shared = base_state(actor.hf.base_model)
         hf.base_model.load_state_dict(shared, assign=True)
-        settings = copy.deepcopy(own.settings)
-        settings.task_type = "SEQ_CLS"
-        adapters = inject(hf, settings, own.base)
+        adapters = inject(hf, copy.deepcopy(own.settings), own.base)
         trained = {name: p.detach() for name, p in actor.hf.named_parameters() if name in set(own.names)}
         hf.load_state_dict(trained, strict=False)
     torch.nn.init.zeros_(hf.score.weight)

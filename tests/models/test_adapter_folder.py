@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import LoraConfig
 from headrace.errors import ConfigError
+from headrace.models.adapter_folder import adapter_folder
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.heads import critic_from, load_scalar_model
@@ -156,6 +157,23 @@ def test_a_critic_with_adapters_survives_a_round_trip(arithmetic: Path, tmp_path
     with torch.no_grad():
         score = theirs(IDS[None]).logits[0, 0]
     torch.testing.assert_close(score, critic.scalars(hidden(critic))[-1], atol=1e-5, rtol=1e-4)
+
+
+def test_a_critic_can_start_from_a_policys_adapter(adapter: Callable[..., Path], tmp_path: Path) -> None:
+    critic = load_scalar_model(str(adapter()), key="critic.path", needs_head=False, **SCALAR)
+    assert not critic.hf.score.weight.any()
+    torch.nn.init.normal_(critic.hf.score.weight)
+    again = load_scalar_model(str(save_hf_folder(critic, tmp_path / "critic")), key="critic.path", **SCALAR)
+    assert torch.equal(again.scalars(hidden(again)), critic.scalars(hidden(critic)))
+
+
+def test_a_hub_id_that_is_not_there_is_no_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **keywords: Any) -> Any:
+        raise OSError("owner/none is not a valid model identifier")
+
+    monkeypatch.setattr("transformers.utils.cached_file", missing)
+    monkeypatch.setattr("headrace.models.find.reachable", lambda url: True)
+    assert adapter_folder("owner/none") is None
 
 
 def test_a_policys_adapter_is_no_reward_model(adapter: Callable[..., Path]) -> None:
