@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 def key(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
@@ -54,7 +54,9 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str | None = key(None, "Hugging Face folder, hub id, or .gguf file of the policy (the actor)")
+    path: str | None = key(
+        None, "Hugging Face folder, hub id, .gguf file or adapter folder of the policy (the actor)"
+    )
     tokenizer: str | None = key(None, "tokenizer folder or hub id (default: model.path)")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype that training and rollout compute in; the optimizer always keeps float32 weights"
@@ -62,6 +64,23 @@ class ModelConfig(Section):
     chat_template: str | None = key(None, "file with a Jinja chat template that replaces the tokenizer's")
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+
+class LoraConfig(Section):
+    rank: int | None = key(
+        None, "rank of the LoRA adapters, which then train alone; null or 0: all weights train", ge=0
+    )
+    alpha: float = key(32.0, "scale of the adapters: weights are W + alpha / rank x B A", gt=0)
+    targets: list[str] = key(
+        ["all-linear"],
+        "linear layers that get adapters, by the end of their names, such as [q_proj, v_proj]; all-linear: every"
+        " one below the output head",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class DataConfig(Section):
@@ -276,6 +295,7 @@ class Config(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -342,6 +362,11 @@ def setting_violations(c: Config) -> list[str]:
             f"rollout.min_new_tokens: {c.rollout.min_new_tokens} is more than rollout.max_new_tokens"
             f" ({c.rollout.max_new_tokens})"
         )
+    if not c.lora.targets or "" in c.lora.targets:
+        out.append("lora.targets: names no layer; give names such as [q_proj, v_proj], or all-linear")
+    for name in ("alpha", "targets"):
+        if not c.lora.rank and getattr(c.lora, name) != getattr(LoraConfig(), name):
+            out.append(f"lora.{name}: not used without lora.rank; set lora.rank, such as 16, or drop it")
     for name in ("tp", "pp", "dp"):
         if getattr(c.cluster, name) > 1:
             out.append(

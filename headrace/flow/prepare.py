@@ -10,6 +10,7 @@ from headrace.config import Config
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.source import PreparedData, prepare_data
+from headrace.models.adapter_folder import weights_source
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
 from headrace.roles.role import LanguageModelRole
@@ -31,6 +32,10 @@ def refuse_own_inputs(config: Config) -> None:
         "data.path": config.data.path,
         "eval.path": config.eval.path,
     }
+    models = {
+        k: p for k, p in given.items() if k not in ("data.path", "eval.path") and p and Path(p).is_dir()
+    }
+    given |= {f"{key} (the adapter's base)": weights_source(str(p), key) for key, p in models.items()}
     problems = [
         f"{key}: '{path}' lies in {own}, which run.overwrite would delete; choose another run.name"
         for key, path in given.items()

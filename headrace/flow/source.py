@@ -13,6 +13,7 @@ from headrace.data.dataset import HFDataset, Rows, load_rows
 from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
+from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 from headrace.models.hf import LOADING_ERRORS, first_line
 from headrace.roles.actor import Actor
@@ -126,7 +127,7 @@ def position_limit(role: LanguageModelRole) -> int | None:
     """The model's longest sequence, read from its config.json without its weights (None: not stated)."""
     if role.is_loaded:
         return role.model.max_positions
-    path = find_model(str(role.model_config.path), role.key)
+    path = weights_source(find_model(str(role.model_config.path), role.key), role.key)
     if path.endswith(".gguf"):
         return None
     from transformers import AutoConfig

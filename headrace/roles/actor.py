@@ -17,8 +17,11 @@ from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config
 from headrace.data.batch import Batch
+from headrace.errors import ConfigError
+from headrace.models.lora import require_peft
 from headrace.roles.role import (
     LanguageModelRole,
+    adapt,
     count_updates,
     make_engine,
     optimizer_counts,
@@ -46,6 +49,8 @@ class Actor(LanguageModelRole):
         settings = optimizer_settings(
             config, learning_rate=config.train.learning_rate, total_updates=total_updates
         )
+        if trains:
+            self._adapt(config)
         if self._engine is not None:
             self._engine.release()
         self._engine = make_engine(
@@ -82,6 +87,16 @@ class Actor(LanguageModelRole):
         if spec is not None and self._found_environment[0] != spec:
             self._found_environment = (spec, load_environment(spec))
         return self._found_environment[1] if spec is not None else None
+
+    def _adapt(self, config: Config) -> None:
+        if config.lora.rank:
+            require_peft("lora.rank")  # before the weights are read
+            if self._engine is not None and self.model.adapters is None and self._engine.has_updated:
+                raise ConfigError(
+                    "lora.rank: this actor's weights were trained as a whole and are no longer those of"
+                    f" '{self.model_config.path}'; save it and start from that folder"
+                )
+        adapt(self.model, config.lora, str(self.model_config.path))
 
     @stage(
         reads=("prompt_ids", "prompt_id"),

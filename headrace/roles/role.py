@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from headrace.config import Config, ModelConfig
+from headrace.config import Config, LoraConfig, ModelConfig
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
 from headrace.errors import ConfigError, RunError
-from headrace.models.causal_lm import CausalLM
+from headrace.models.causal_lm import Backbone, CausalLM
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from headrace.models.lora import add_adapters, check_same
 from headrace.stages import StageContext
 from headrace.training.engine import TrainingState
 from headrace.training.optimizer import OptimizerSettings
@@ -115,6 +116,14 @@ class LanguageModelRole(Role):
         if self._engine is None:
             raise RuntimeError(f"{self.name}: prepare() has not been called")
         return self._engine
+
+
+def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
+    """Gives a model that is to be trained its adapters (`lora.rank`), or checks those that it came with."""
+    if model.adapters is not None:
+        check_same(model.adapters, lora, path)
+    elif lora.rank:
+        model.adapters = add_adapters(model.hf, lora, path)
 
 
 def make_engine(

@@ -33,7 +33,7 @@ def get_hf_model(path: str, role: Literal["critic"], **keywords: Any) -> Critic:
 def get_hf_model(path: str, role: str = "actor", **keywords: Any) -> Role:
     """A model for a role of a flow, described now and loaded when the run starts.
 
-    `path` is a Hugging Face folder, hub id or .gguf file. `keywords` are keys of the `model` section, and
+    `path` is a Hugging Face folder, hub id, .gguf file or adapter folder. `keywords` are keys of the `model` section, and
     `parallel_config`, `device_map`, `gpu_group`, `device`. Raises ConfigError for anything else.
     """
     if role not in _ROLES:

@@ -52,7 +52,7 @@ class TorchEngine(TrainingEngine):
         self.microbatches_per_update = microbatches_per_update
         self.max_skipped_updates = max_skipped_updates
         # a model that an earlier engine froze can be trained by this one
-        model.requires_grad_(optimizer is not None)
+        model.set_trainable(optimizer is not None)
         self.optimizer = MasterAdamW(model.parameters(), optimizer) if optimizer else None
         self._skipped_in_a_row = 0
 
@@ -60,6 +60,11 @@ class TorchEngine(TrainingEngine):
     def _budget(self) -> int:
         on_cpu = self.model.device.type == "cpu"
         return min(self.tokens_per_microbatch, CPU_TOKENS) if on_cpu else self.tokens_per_microbatch
+
+    @property
+    def has_updated(self) -> bool:
+        """True once an update has changed the weights."""
+        return self.optimizer is not None and self.optimizer.updates > 0
 
     def release(self) -> None:
         """Ends this engine's hold on the model, so that another engine can train it."""
