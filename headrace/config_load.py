@@ -34,6 +34,7 @@ PATH_KEYS = (
     "reward.model",
     "critic.path",
     "reference.path",
+    "algorithm.plugin",
 )
 
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
@@ -131,6 +132,12 @@ def from_mapping(raw: Mapping[str, Any], command: Command | None = None) -> Conf
     problems: list[str] = []
     layered, used = _normalise(raw, problems)
     return _validate(layered, command, problems, used)
+
+
+def set_values(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings that were given or assigned, by section."""
+    sections = {name: getattr(config, name).model_dump(exclude_unset=True) for name in Config.model_fields}
+    return {name: values for name, values in sections.items() if values}
 
 
 def config_to_yaml(config: Config) -> str:
@@ -326,6 +333,9 @@ def _without(layered: Settings, bad: set[str]) -> Settings:
 
 def _wrong_value(info: KeyInfo, value: Any) -> str:
     got = str(value).lower() if isinstance(value, bool) else _short.repr(value)
+    choices = [kind for kind in info.kinds if isinstance(kind, str)]
+    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
+        got += f"; did you mean '{close[0]}'?"
     unquoted = info.kinds[0] is str and value is not None and not isinstance(value, str)
     return f"{info.name}: expected {info.expected}, got {got}{' (put it in quotes)' if unquoted else ''}"
 

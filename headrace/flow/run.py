@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms.kl_controller import KLController
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError, HeadraceError, RunError
+from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.evaluate import evaluate, sample_records
-from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
 from headrace.flow.source import PreparedData, prepare_data
 from headrace.observe.log import RunLogger
@@ -171,6 +172,7 @@ class _Run:
         self.total_steps, self.directory = total_steps, directory
         self.evaluation, self.held_out = evaluation, held_out
         self.result = RunResult(directory.path, 0, {})
+        self.kl = KLController(flow.config.algorithm.kl_coefficient, flow.config.algorithm.kl_target)
 
     @property
     def config(self) -> Config:
@@ -200,11 +202,10 @@ class _Run:
 
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started = time.perf_counter()
-        context = StageContext(self.config, step, self.total_steps, MetricSums())
-        prompts = self.loader.next()
+        context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
+        batch = run_step(self.flow, self.loader, context, progress, guard)
         position = self.loader.state_dict()
         epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
-        batch = execute(self.flow, prompts, context, progress, guard)
         m = context.metrics
         m.add("time/step_s", time.perf_counter() - started)
         m.add("train/step", step)
