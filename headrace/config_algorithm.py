@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import model_validator
 
@@ -112,3 +113,16 @@ class AlgorithmConfig(Section):
             if name not in self.model_fields_set:
                 self.__dict__[name] = preset.get(name, field.get_default())
         return self
+
+
+def under_another_name(given: Mapping[str, Any], name: Any) -> dict[str, Any]:
+    """The section of a file when `algorithm.name` is overridden with `name`.
+
+    The file a run wrote has every key. Those that only repeat what its own preset gave are no wish of the user's and
+    are left out, so that the new preset takes effect; a file written by hand keeps all it has.
+    """
+    before = given.get("name")
+    if before == name or before not in [*PRESETS] or AlgorithmConfig.model_fields.keys() - given.keys():
+        return dict(given)
+    preset = AlgorithmConfig(name=before).model_dump()
+    return {key: value for key, value in given.items() if value != preset[key]}

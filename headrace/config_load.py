@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.config import SHORTHAND, Config, violations
+from headrace.config_algorithm import under_another_name
 from headrace.config_aliases import nearest_keys, suggest
 from headrace.config_explain import KeyInfo, all_keys, sections
 from headrace.errors import ConfigError
@@ -119,6 +120,9 @@ def load_config(
                     f"{section}.{key}: set to {from_overrides[section][key]!r} and by a flag to {value!r}; give one"
                 )
     for layer in (from_overrides, settings or {}):
+        name = layer.get("algorithm", {}).get("name")
+        if name is not None and "algorithm" in layered:
+            layered["algorithm"] = under_another_name(layered["algorithm"], name)
         for section, values in layer.items():
             layered.setdefault(section, {}).update(values)
     return _validate(layered, command, problems, used)

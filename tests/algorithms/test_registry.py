@@ -16,7 +16,7 @@ import headrace
 from headrace.algorithms.find import algorithm_problems, find_advantage, find_loss
 from headrace.algorithms.registry import ADVANTAGES, LOSSES
 from headrace.config import AlgorithmConfig
-from headrace.config_load import load_config
+from headrace.config_load import config_to_yaml, load_config
 from headrace.config_presets import PRESETS
 from headrace.errors import ConfigError
 
@@ -216,6 +216,16 @@ def test_another_name_brings_its_own_defaults() -> None:
     a.name = "rloo"
     assert a == AlgorithmConfig(name="rloo", gamma=0.9)
     assert (a.clip_high, a.filter_groups, a.gamma) == (0.2, False, 0.9)
+
+
+def test_a_runs_own_file_under_another_name(tmp_path: Path) -> None:
+    """It has every key; only what the run's user had set differently from its preset stays."""
+    file = tmp_path / "config.yaml"
+    file.write_text(config_to_yaml(load_config(None, ["algorithm=gspo", "algorithm.gamma=0.9"], None)))
+    assert load_config(file, [], None).algorithm == AlgorithmConfig(name="gspo", gamma=0.9)
+    assert load_config(file, ["algorithm=rloo"], None).algorithm == AlgorithmConfig(name="rloo", gamma=0.9)
+    file.write_text("algorithm: {name: gspo, reduction: sequence_mean}\n")
+    assert load_config(file, ["algorithm=rloo"], None).algorithm.reduction == "sequence_mean"
 
 
 def test_a_mistyped_algorithm() -> None:

@@ -19,6 +19,8 @@ def batch_mean(scored: Scored, settings: AlgorithmConfig) -> Tensor:
     """
     out = torch.zeros_like(scored.rewards)
     kept = scored.rewards[scored.valid]
-    if len(kept) and kept.max() > kept.min():  # the mean of equal numbers may differ from them in the last bit
+    if (
+        len(kept) and kept.max() > kept.min()
+    ):  # the mean of equal numbers may differ from them in the last bit
         out[scored.valid] = kept - kept.mean()
     return out
