@@ -22,8 +22,9 @@ from headrace.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _own_names() -> Iterator[None]:
-    """What a test registers is gone after it."""
+def _own_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers, and the folders its plugins add to the path, are gone after it."""
+    monkeypatch.setattr("sys.path", list(sys.path))
     tables: list[dict[str, Any]] = [ADVANTAGES, LOSSES]
     before = [dict(table) for table in tables]
     yield
@@ -131,7 +132,6 @@ def test_a_plugin_file_is_imported_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_plugin_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "module_of_a_test.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", list(sys.path))
     settings = AlgorithmConfig(plugin="module_of_a_test", advantage="from_a_file")
     assert algorithm_problems(settings) == []
 

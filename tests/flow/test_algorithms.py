@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,7 @@ def test_a_plugin_from_the_command_line(
         "algorithm: {plugin: own_of_a_run.py, advantage: half, loss: plain}\n"
     )
     monkeypatch.chdir(arithmetic)
+    monkeypatch.setattr("sys.path", list(sys.path))
     try:
         assert main(["train", str(tmp_path / "run.yaml")]) == 0
         (step,) = lines(tmp_path / "r")
