@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def key(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
-    """A documented setting. `unit` is shown by `headrace config --explain`."""
-    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
-
+from headrace.config_algorithm import AlgorithmConfig
+from headrace.config_presets import GROUPED_ADVANTAGES
+from headrace.config_section import Section, key
 
 SHORTHAND = {
     "model": "path",
@@ -26,16 +24,6 @@ SHORTHAND = {
     "agent": "environment",
 }
 """The key that a section given as a single string sets (`model: Qwen/Qwen2.5-0.5B`)."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        validate_default=True,
-        validate_assignment=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class RunConfig(Section):
@@ -173,46 +161,6 @@ class AgentConfig(Section):
     )
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo", "ppo"] = key("grpo", "grpo: group-normalised advantages; ppo: critic and GAE")
-    normalize_std: bool = key(True, "grpo: divide a group's advantages by their standard deviation")
-    gamma: float = key(1.0, "ppo: discount per token", ge=0, le=1)
-    gae_lambda: float = key(0.95, "ppo: lambda of generalised advantage estimation", ge=0, le=1)
-    whiten_advantages: bool = key(True, "ppo: shift and scale the step's advantages to mean 0, deviation 1")
-    clip_low: float = key(0.2, "lower clip: ratio >= 1 - clip_low", ge=0, lt=1)
-    clip_high: float = key(0.2, "upper clip: ratio <= 1 + clip_high", ge=0)
-    dual_clip: float | None = key(None, "bound c > 1 on the loss of negative advantages (default: off)", gt=1)
-    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"] = key(
-        "token_mean",
-        "how token losses become one number; always over the whole update, never per micro-batch",
-    )
-    divisor_tokens: int | None = key(
-        None,
-        "reduction 'constant': divisor of every sequence's sum (default: rollout.max_new_tokens)",
-        "tokens",
-        ge=1,
-    )
-    kl_coefficient: float = key(
-        0.0, "weight of the KL to the reference model; 0: no reference is loaded", ge=0
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = key(
-        "k3", "estimator of the KL; k1-as-loss has no expected gradient"
-    )
-    kl_placement: Literal["loss", "reward"] = key(
-        "loss", "add the KL to the loss, or subtract it from each token's reward"
-    )
-    entropy_coefficient: float = key(0.0, "weight of the entropy bonus", ge=0)
-    mask_truncated: bool = key(
-        False, "leave responses cut at max_new_tokens out of the loss and of their group's baseline"
-    )
-    gap_warn: float = key(
-        0.1, "warn when rollout and trainer log-probabilities differ by more on average", "nats", gt=0
-    )
-    gap_stop: float | None = key(
-        None, "stop the run at this average difference (default: never)", "nats", gt=0
-    )
-
-
 class CriticConfig(Section):
     path: str | None = key(None, "model the critic starts from (default: model.path)")
     learning_rate: float = key(1e-5, "peak learning rate of the critic", gt=0)
@@ -344,7 +292,7 @@ def violations(config: Config, command: Literal["train", "sft", "eval"] = "train
     if command in ("train", "eval") and not rewarded:
         out.append("reward.function: not given; set it to path/to/file.py:function (or set reward.model)")
     if command == "train":
-        out += step_violations(c, grouped=c.algorithm.name == "grpo")
+        out += step_violations(c, grouped=c.algorithm.advantage in GROUPED_ADVANTAGES)
     return out + setting_violations(c)
 
 
@@ -387,8 +335,8 @@ def step_violations(c: Config, *, grouped: bool) -> list[str]:
     a, per_update = c.algorithm, c.train.samples_per_update
     if grouped and c.rollout.samples_per_prompt == 1:
         out.append(
-            "rollout.samples_per_prompt: grpo compares the samples of a prompt with each other and needs at least 2"
-            " (a group of one has no spread)"
+            f"rollout.samples_per_prompt: {a.advantage} compares the samples of a prompt with each other and needs at"
+            " least 2 (a group of one has no spread)"
         )
     if per_update is not None and c.samples_per_step % per_update:
         out.append(
@@ -402,8 +350,15 @@ def step_violations(c: Config, *, grouped: bool) -> list[str]:
             f"train.microbatches_per_update: {c.train.microbatches_per_update} micro-batches cannot be filled from"
             f" the {per_update} samples of an update"
         )
-    if grouped and a.kl_placement == "reward" and a.kl_coefficient > 0:
-        out.append("algorithm.kl_placement: 'reward' needs per-token rewards, which grpo has not; use 'loss'")
+    elif a.filter_groups and c.rollout.samples_per_prompt == 1:
+        out.append(
+            "rollout.samples_per_prompt: algorithm.filter_groups drops every group of one sample, whose reward cannot"
+            " differ from another; use at least 2, or set algorithm.filter_groups to false"
+        )
+    if a.kl_target is not None and a.kl_coefficient == 0:
+        out.append(
+            "algorithm.kl_target: changes algorithm.kl_coefficient by a share of itself, which is 0; set that above 0"
+        )
     if a.divisor_tokens is not None and a.reduction != "constant":
         out.append(
             f"algorithm.divisor_tokens: only used by reduction 'constant', but the reduction is '{a.reduction}'"

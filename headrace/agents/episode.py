@@ -109,6 +109,7 @@ def batch_of(episodes: Sequence[Episode], prompts: Batch, truncates: bool) -> Ba
         "finish_reason": [str(e.end) for e in episodes],
         "num_tokens": torch.tensor([len(ids) for ids in sampled]),
         "num_turns": torch.tensor([e.turns for e in episodes]),
+        "greedy_baseline": torch.zeros(len(episodes), dtype=torch.bool),
         "environment_reward": torch.tensor(
             [float("nan") if e.reward is None else e.reward for e in episodes], dtype=torch.float64
         ),

@@ -18,11 +18,11 @@ from headrace.agents.environment import MakeEnvironment, Prompt, Step, name_of, 
 from headrace.agents.episode import ENVIRONMENT, Episode, batch_of
 from headrace.agents.turn_format import TurnFormat
 from headrace.config import Config
+from headrace.config_import import described, shortened
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import PromptBuilder, RowProblem
 from headrace.errors import AgentError
 from headrace.rewards.functions import copied
-from headrace.rewards.loading import described, shortened
 from headrace.rewards.values import UnusableValueError, read_value
 from headrace.rollout.engine import Request, RolloutEngine, SamplingParams
 from headrace.stages import StageContext

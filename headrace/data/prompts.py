@@ -36,6 +36,7 @@ RESERVED_COLUMNS = frozenset(
         "rollout_untruncated_logprobs",
         "group_id",
         "sample_index",
+        "greedy_baseline",
         "completion",
         "completion_ids",
         "finish_reason",

@@ -61,7 +61,7 @@ def execute(
         if missing:
             raise RunError(f"stage '{stage.name}' declared column {missing[0]!r} but did not write it")
         if label is None:
-            context.metrics.add(f"time/{stage.name}_s", time.perf_counter() - started)
+            context.metrics.add_total(f"time/{stage.name}_s", time.perf_counter() - started)
     return batch
 
 

@@ -14,15 +14,16 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms.kl_controller import KLController
 from headrace.checkpoint.resume import Checkpoint
 from headrace.checkpoint.rng import seed_all
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.evaluate import evaluate, sample_records
-from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
 from headrace.flow.keep import Keeper, earlier_run
 from headrace.flow.prepare import check_roles, prepare_both, prepare_roles, refuse_own_inputs
@@ -126,6 +127,7 @@ class _Run:
         self.evaluation, self.held_out = evaluation, held_out
         self.keeper = Keeper(flow.config, directory, state, total_steps, checkpoint)
         self.result = RunResult(directory.path, 0, {})
+        self.kl = KLController(flow.config.algorithm.kl_coefficient, flow.config.algorithm.kl_target)
 
     @property
     def config(self) -> Config:
@@ -175,11 +177,10 @@ class _Run:
 
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started = time.perf_counter()
-        context = StageContext(self.config, step, self.total_steps, MetricSums())
-        prompts = self.loader.next()
+        context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
+        batch = run_step(self.flow, self.loader, context, progress, guard)
         position = self.loader.state_dict()
         epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
-        batch = execute(self.flow, prompts, context, progress, guard)
         m = context.metrics
         m.add("time/step_s", time.perf_counter() - started)
         m.add("train/step", step)

@@ -8,10 +8,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.config_import import described, shortened
 from headrace.errors import ConfigError, RewardError
 from headrace.rewards.convention import Convention, read_convention, unknown_columns
 from headrace.rewards.event_loop import EventLoopThread
-from headrace.rewards.loading import KEY, described, load_function, shortened
+from headrace.rewards.loading import KEY, load_function
 from headrace.rewards.values import RewardResult, UnusableValueError, read_list, read_value
 
 Rows = Mapping[str, Sequence[Any]]

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from headrace.config_import import import_source
 from headrace.errors import ConfigError
 from headrace.rewards.verifiers import VERIFIERS
 
@@ -43,51 +39,13 @@ def load_callable(spec: str, key: str, what: str, short_names: Iterable[str] = (
         raise ConfigError(
             f"{key}: '{spec}' must be path/to/file.py:{what}{between} package.module:{what}{others}"
         )
-    is_file = source.endswith(".py") or "/" in source or "\\" in source
-    module = (
-        _import_file(Path(source).expanduser(), spec, key) if is_file else _import_module(source, spec, key)
-    )
+    module = import_source(source, key, prefix="headrace_reward", spec=spec)
     return _find(module, name, source, key, what)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean '{close[0]}'?" if close else ""
-
-
-def _import_file(path: Path, spec: str, key: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(f"{key}: '{spec}': there is no file '{path}' (looked from {Path.cwd()})")
-    path = path.resolve()
-    digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
-    name = f"headrace_reward_{path.stem}_{digest}"
-    module_spec = importlib.util.spec_from_file_location(name, path)
-    if module_spec is None or module_spec.loader is None:
-        raise ConfigError(f"{key}: '{path}' is not a Python file (its name must end in .py)")
-    module = importlib.util.module_from_spec(module_spec)
-    _add_to_path(path.parent)  # so that the file can import its neighbours, now and later
-    sys.modules[name] = module  # dataclasses and pickling look their module up here
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"{key}: importing '{path}' failed: {described(error)}") from error
-    return module
-
-
-def _import_module(source: str, spec: str, key: str) -> ModuleType:
-    _add_to_path(Path.cwd())  # a console script, unlike `python -m`, does not see the working folder
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        missing = error.name or source
-        if source == missing or source.startswith(f"{missing}."):
-            raise ConfigError(
-                f"{key}: '{spec}': there is no module '{missing}'; for a file write path/to/file.py:function"
-            ) from error
-        raise ConfigError(f"{key}: importing '{source}' failed: {described(error)}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{key}: importing '{source}' failed: {described(error)}") from error
 
 
 def _find(module: ModuleType, dotted: str, source: str, key: str, what: str) -> Callable[..., Any]:
@@ -101,27 +59,3 @@ def _find(module: ModuleType, dotted: str, source: str, key: str, what: str) -> 
     if not callable(found):
         raise ConfigError(f"{key}: '{dotted}' in '{source}' has type {type(found).__name__}; wanted a {what}")
     return found
-
-
-def _add_to_path(folder: Path) -> None:
-    """Appends, so that nothing already importable is hidden."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-
-
-def described(error: BaseException) -> str:
-    """Type, message and the line it came from."""
-    frames = inspect.getinnerframes(error.__traceback__, context=0) if error.__traceback__ else []
-    outside = [f for f in frames if not f.filename.startswith("<frozen") and not _is_ours(f.filename)]
-    place = f" ({outside[-1].filename}, line {outside[-1].lineno})" if outside else ""
-    return f"{type(error).__name__}: {shortened(str(error))}{place}"
-
-
-def shortened(text: str, limit: int = 300) -> str:
-    """Beginning and end of a long text."""
-    half = limit // 2
-    return text if len(text) <= limit else f"{text[:half]} … {text[-half:]}"
-
-
-def _is_ours(filename: str) -> bool:
-    return Path(filename).parent == Path(__file__).parent

@@ -12,7 +12,9 @@ import torch
 
 from headrace.agents.environment import MakeEnvironment, load_environment
 from headrace.agents.rollout import AgentRollout
+from headrace.algorithms.find import find_advantage
 from headrace.algorithms.gap import logprob_gap
+from headrace.algorithms.kl_controller import adapt_kl
 from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config
@@ -106,6 +108,7 @@ class Actor(LanguageModelRole):
             "rollout_logprobs",
             "group_id",
             "sample_index",
+            "greedy_baseline",
             "completion",
             "completion_ids",
             "finish_reason",
@@ -141,7 +144,25 @@ class Actor(LanguageModelRole):
         elapsed = time.perf_counter() - started
         rows = self._assemble(batch, completions, n, truncates=sampling.truncates)
         _rollout_metrics(rows, prompt_ids, elapsed, context)
-        return rows
+        if context.evaluation or not find_advantage(context.config.algorithm.advantage).needs_greedy_baseline:
+            return rows
+        return Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling)])
+
+    def _greedy_rows(self, prompts: Batch, rollout: NativeEngine, sampling: SamplingParams) -> Batch:
+        """One greedy response per prompt, in its prompt's group: something to compare rewards with, not a sample.
+
+        Its `response_mask` is false everywhere, so it is in no loss and no metric of sampled tokens.
+        """
+        greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        requests = [Request(tuple(ids), (0,)) for ids in prompts["prompt_ids"]]
+        rows = self._assemble(prompts, rollout.generate(requests, greedy), 1, truncates=sampling.truncates)
+        return rows.with_columns(
+            {
+                "response_mask": torch.zeros_like(rows["response_mask"]),
+                "greedy_baseline": torch.ones(rows.num_rows, dtype=torch.bool),
+                "sample_index": torch.full((rows.num_rows,), -1),
+            }
+        )
 
     def _assemble(
         self, prompts: Batch, completions: list[list[Completion]], n: int, truncates: bool
@@ -167,6 +188,7 @@ class Actor(LanguageModelRole):
         rows |= {
             "group_id": torch.tensor(owners),
             "sample_index": torch.arange(len(flat)) % n,
+            "greedy_baseline": torch.zeros(len(flat), dtype=torch.bool),
             "completion": list(texts),
             "completion_ids": [c.token_ids for c in flat],
             "finish_reason": [c.finish_reason for c in flat],
@@ -201,7 +223,7 @@ class Actor(LanguageModelRole):
             batch = batch.with_columns(self.logprobs(batch, context))
             updates = update_batches(batch, context)
         measure_gap = "logprobs" not in batch
-        loss = PolicyLoss(config.algorithm, measure_gap=measure_gap)
+        loss = PolicyLoss(config.algorithm, measure_gap=measure_gap, kl_coefficient=context.kl_coefficient)
         for number, part in enumerate(updates):
             weights = token_weights(
                 part["loss_mask"],
@@ -211,6 +233,7 @@ class Actor(LanguageModelRole):
             )
             context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
             context.on_progress((number + 1) / len(updates))
+        adapt_kl(context)
         self._count_updates(before, context)
 
     @stage(reads=("input_ids", "response_mask"), sections=("train",), trains=True, supervised=True)
@@ -280,6 +303,6 @@ def _rollout_metrics(
     m.add_max("rollout/response_tokens_max", int(lengths.max()))
     m.add("rollout/prompt_tokens_mean", sum(len(p) for p in prompt_ids), len(prompt_ids))
     m.add("rollout/truncated_fraction", truncated, total)
-    m.add("rollout/tokens_per_s", tokens / max(elapsed_s, 1e-9), 1)
+    m.add("rollout/tokens_per_s", tokens, max(elapsed_s, 1e-9))
     m.add_total("rollout/samples", total)
     m.add_total("rollout/tokens", tokens)

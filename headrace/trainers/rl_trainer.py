@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 from headrace.agents.environment import MakeEnvironment, name_of
 from headrace.config import Config, ModelConfig, setting_violations, violations
 from headrace.config_aliases import apply_aliases
-from headrace.config_load import from_mapping
+from headrace.config_load import from_mapping, set_values
 from headrace.errors import ConfigError
 from headrace.flow.run import RunResult
 from headrace.roles.actor import Actor
@@ -123,12 +123,6 @@ class PPOTrainer(RLTrainer):
     ) -> None:
         actor = keywords.pop("actor", None)
         super().__init__(actor if actor is not None else model_name, reward_fn, "ppo", **keywords)
-
-
-def set_values(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings that were given or assigned, by section."""
-    sections = {name: getattr(config, name).model_dump(exclude_unset=True) for name in Config.model_fields}
-    return {name: values for name, values in sections.items() if values}
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,18 +25,18 @@ def batch(reward: list[float], turns: bool = True, **tokens: list[list[float]]) 
 
 def test_each_turn_keeps_its_own_and_the_rest_comes_last() -> None:
     b = batch([3.0, 1.0])  # row 0: 2.5 by the environment and 0.5 by a reward function
-    assert placed_rewards(b, b["response_mask"]).tolist() == [0, 0, 2, 0, 0, 1, 0, 1]
+    assert placed_rewards(b["reward"], b, b["response_mask"]).tolist() == [0, 0, 2, 0, 0, 1, 0, 1]
 
 
 def test_without_turn_rewards_all_comes_last() -> None:
     b = batch([3.0, 1.0], turns=False)
-    assert placed_rewards(b, b["response_mask"]).tolist() == [0, 0, 0, 0, 0, 3, 0, 1]
+    assert placed_rewards(b["reward"], b, b["response_mask"]).tolist() == [0, 0, 0, 0, 0, 3, 0, 1]
 
 
 def test_a_row_that_is_left_out_has_none() -> None:
     b = batch([3.0, NAN])
     mask = b["response_mask"] & torch.tensor([True] * 6 + [False] * 2)
-    assert placed_rewards(b, mask).tolist() == [0, 0, 2, 0, 0, 1, 0, 0]
+    assert placed_rewards(b["reward"], b, mask).tolist() == [0, 0, 2, 0, 0, 1, 0, 0]
 
 
 def test_gae_sees_a_turn_s_reward_at_that_turn() -> None:
