@@ -101,6 +101,8 @@ def _write_adapters(model: Backbone, folder: Path) -> None:
     settings = copy.deepcopy(model.adapters.settings)
     settings.base_model_name_or_path = model.adapters.base
     settings.inference_mode = True
+    if isinstance(settings.target_modules, set):  # peft would write it in the order of this process's hashes
+        settings.target_modules = sorted(settings.target_modules)
     if isinstance(model, ScalarModel):
         settings.task_type, settings.modules_to_save = "SEQ_CLS", ["score"]
     settings.save_pretrained(folder)

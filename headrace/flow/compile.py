@@ -244,8 +244,16 @@ def _environment_violations(flow: Graph, config: Config) -> list[str]:
         try:
             if isinstance(role, Actor):
                 role.find_environment(config)
+            plays = isinstance(role, Actor) and role.plays(config)
         except ConfigError as error:
             out += error.violations
+            continue
+        greedy = [f.advantage.name for f in _advantages(flow) if f.advantage.needs_greedy_baseline]
+        if plays and greedy:
+            out.append(
+                f"algorithm.advantage: '{greedy[0]}' compares with a greedy response, which episodes with an environment"
+                " (agent.environment) have none of; use another algorithm, such as rloo"
+            )
     return out
 
 

@@ -128,6 +128,7 @@ class _Run:
         self.keeper = Keeper(flow.config, directory, state, total_steps, checkpoint)
         self.result = RunResult(directory.path, 0, {})
         self.kl = KLController(flow.config.algorithm.kl_coefficient, flow.config.algorithm.kl_target)
+        state.register("kl", self.kl)
 
     @property
     def config(self) -> Config:

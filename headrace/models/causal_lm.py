@@ -7,14 +7,13 @@ Shapes: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.models.lora import Adapters
 
@@ -89,23 +88,6 @@ class Backbone(nn.Module):
     def trainable_state(self) -> dict[str, Tensor]:
         """The tensors of `trained_parameters`, not copied: what a checkpoint of this model has to hold."""
         return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
-
-    @torch.no_grad()
-    def load_trainable_state(self, state: Mapping[str, Tensor]) -> None:
-        """Writes `trainable_state` of a model of the same shape into this one.
-
-        Raises RunError, changing nothing, when names or shapes are not this model's.
-        """
-        own = self.trained_parameters()
-        wrong = sorted(own.keys() ^ state.keys()) or [n for n in own if own[n].shape != state[n].shape]
-        if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise RunError(
-                f"the saved weights are not those of this model: they differ in {wrong[0]}{more};"
-                " use the model and lora settings they were saved with"
-            )
-        for name, parameter in own.items():
-            parameter.copy_(state[name])
 
     def use_gradient_checkpointing(self) -> None:
         """Recompute each layer's activations in the backward pass.

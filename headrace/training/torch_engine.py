@@ -53,7 +53,7 @@ class TorchEngine(TrainingEngine):
         self.max_skipped_updates = max_skipped_updates
         # a model that an earlier engine froze can be trained by this one
         model.set_trainable(optimizer is not None)
-        self.optimizer = MasterAdamW(model.parameters(), optimizer) if optimizer else None
+        self.optimizer = MasterAdamW(model.trained_parameters().values(), optimizer) if optimizer else None
         self._skipped_in_a_row = 0
 
     @property
@@ -186,17 +186,13 @@ class TorchEngine(TrainingEngine):
             )
         return sums
 
-    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The parameters that this engine updates, in the optimizer's order."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
     def state_dict(self) -> TrainingState:
         """See TrainingEngine. Weights are stored once: a float32 parameter is its own master."""
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and has no training state")
         state = self.optimizer.state_dict()
         tensors: dict[str, torch.Tensor] = {}
-        rows = zip(self.trained_parameters().items(), state["masters"], state["adam"], strict=True)
+        rows = zip(self.model.trained_parameters().items(), state["masters"], state["adam"], strict=True)
         for (name, parameter), master, adam in rows:
             tensors[f"weight/{name}"] = parameter.detach() if master is None else master
             tensors |= {f"{key}/{name}": value for key, value in adam.items()}
@@ -207,7 +203,7 @@ class TorchEngine(TrainingEngine):
     def load_state_dict(self, state: TrainingState) -> None:
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and has no training state")
-        parameters, saved = self.trained_parameters(), state.tensors
+        parameters, saved = self.model.trained_parameters(), state.tensors
         names = {key.partition("/")[2] for key in saved if key.startswith("weight/")}
         odd = sorted(names ^ parameters.keys())
         odd += [n for n in names & parameters.keys() if saved[f"weight/{n}"].shape != parameters[n].shape]

@@ -240,6 +240,12 @@ def test_a_function_that_makes_the_environment(yaml_file: Path) -> None:
     )
 
 
+def test_episodes_have_no_greedy_baseline(yaml_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    environment = f"agent={yaml_file.parent}/environments.py:make"
+    assert main(["train", str(yaml_file), environment, "algorithm.name=remax"]) == 2
+    assert "algorithm.advantage: 'remax' compares with a greedy response" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [

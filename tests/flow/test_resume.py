@@ -63,6 +63,11 @@ PPO: Sections = {
     "train": {"steps": 4, "samples_per_update": 8, "passes_per_step": 2, "schedule": "cosine"},
     "checkpoint": {"every_steps": 1, "keep": 99},
 }
+ADAPTIVE: Sections = {
+    **GRPO,
+    "train": {**GRPO["train"], "learning_rate": 1e-2},
+    "algorithm": {"kl_coefficient": 0.5, "kl_target": 0.01},
+}
 # 60 rows, 25 a step: an epoch ends after every second step
 EPOCHS: Sections = {
     "train": {"steps": 5, "prompts_per_step": 25},
@@ -78,8 +83,8 @@ def go_back(run: Path, step: int) -> None:
 
 @pytest.mark.parametrize(
     ("sections", "back"),
-    [(GRPO, [3, 1]), (PPO, [1, 2, 3]), (EPOCHS, [1, 2, 4])],
-    ids=["grpo", "ppo", "epochs"],
+    [(GRPO, [3, 1]), (PPO, [1, 2, 3]), (EPOCHS, [1, 2, 4]), (ADAPTIVE, [2])],
+    ids=["grpo", "ppo", "epochs", "adaptive KL"],
 )
 def test_resumed_from_any_step_it_is_the_same_run(
     arithmetic: Path, tmp_path: Path, sections: Sections, back: list[int]
@@ -142,7 +147,7 @@ def test_float32_weights_are_stored_once(arithmetic: Path, tmp_path: Path) -> No
     stored = sum(t.numel() for n, t in saved.items() if not n.startswith("step/"))
     assert stored == 3 * size  # the weights and Adam's two moments
     for name, tensor in model.items():
-        assert torch.equal(saved[f"weight/hf.{name}"], tensor)
+        assert torch.equal(saved[f"weight/{name}"], tensor)
 
 
 # ---- what the user's own code draws and keeps

@@ -102,7 +102,7 @@ def test_sft_then_going_on_then_eval(arithmetic: Path, tmp_path: Path, capsys: A
     second = tmp_path / "second" / "model"
     raws = [json.loads((folder / "adapter_config.json").read_text()) for folder in (first, second)]
     assert raws[0]["base_model_name_or_path"] == raws[1]["base_model_name_or_path"]
-    assert raws[0]["target_modules"] == raws[1]["target_modules"]
+    assert raws[0]["target_modules"] == raws[1]["target_modules"] == sorted(raws[0]["target_modules"])
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (first, second))
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[k], after[k]) for k in before)
@@ -200,3 +200,26 @@ def test_bad_settings_end_before_a_run_exists(
     assert [line for line in error.splitlines() if line.startswith("headrace: lora.")]
     assert re.search(said, error), error
     assert not (tmp_path / "runs").exists()
+
+
+def test_resumed_it_is_the_same_run(arithmetic: Path, tmp_path: Path) -> None:
+    """With several updates a step and the reference that shares the base."""
+    sections: Sections = {
+        **LORA,
+        "train": {"steps": 4, "learning_rate": 2e-2, "samples_per_update": 8},
+        "algorithm": {"kl_coefficient": 0.05},
+        "checkpoint": {"every_steps": 1, "keep": 99},
+    }
+    whole, steps, _ = go(arithmetic, tmp_path / "whole", **sections)
+    again, _, _ = go(arithmetic, tmp_path / "again", **sections)
+    (again.directory / "checkpoints" / "latest").write_text("step_2\n")
+    resumed, repeated, _ = go(arithmetic, tmp_path / "again", **{**sections, "run": {"resume": True}})
+    for name in ("actor/loss", "actor/kl", "actor/grad_norm", "reward/mean"):
+        assert [s[name] for s in repeated] == [s[name] for s in steps]
+    assert whole.model is not None
+    assert resumed.model is not None
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole.model, resumed.model))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[k], other[k]) for k in one)
+    held = load_file(again.directory / "checkpoints" / "step_4" / "actor.safetensors")
+    assert all("lora_" in name for name in held)  # the frozen base is not saved again

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib.util
-import itertools
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from headrace.algorithms.reduction import token_weights
 from headrace.config import LoraConfig
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError, MissingExtraError, RunError
+from headrace.errors import ConfigError, MissingExtraError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel, verify_against_hf
 from headrace.models.heads import critic_from
@@ -227,21 +226,11 @@ def test_a_frozen_engine_trains_nothing(build_model: Any) -> None:
     assert all(".lora_A." in n or ".lora_B." in n for n in trains)
 
 
-def test_trainable_state_goes_into_another_model(build_model: Any) -> None:
-    model = with_adapters(build_model("llama"))
-    other = with_adapters(build_model("llama"), spread=0.0)
-    state = {k: v.clone() for k, v in model.trainable_state().items()}
-    other.load_trainable_state(state)
-    assert torch.equal(hidden(other), hidden(model))
+def test_a_tied_weight_is_trained_once(build_model: Any) -> None:
     whole = build_model("qwen2-tied")
     names = set(whole.trainable_state())
     assert names == set(dict(whole.hf.named_parameters()))
-    assert "lm_head.weight" not in names  # tied: once
-    before = hidden(other)
-    for wrong in (dict(itertools.islice(state.items(), 3)), {k: v[:1] for k, v in state.items()}):
-        with pytest.raises(RunError, match=r"differ in model\.layers\.0.* and \d+ more"):
-            other.load_trainable_state(wrong)
-    assert torch.equal(hidden(other), before)
+    assert "lm_head.weight" not in names
 
 
 # ---- the frozen reference
