@@ -1,7 +1,7 @@
 """One GRPO step on the CPU: headrace and TRL's `GRPOTrainer`, the same model, prompts, sizes and machine, in one run.
 
     pip install trl                                     # 1.16, only for this benchmark
-    python benchmarks/grpo_step_cpu.py                  # both limits, both sides; about three minutes on two cores
+    python benchmarks/grpo_step_cpu.py                  # both limits, both sides; five minutes on two cores
 
 A random Qwen3 of 0.8M parameters whose vocabulary of 64 holds one end token: every token ends the response with a
 chance of about 1/64, so lengths are those of real sampling, a few long and most short. 32 prompts x 8 samples, float32,
