@@ -17,6 +17,7 @@ from headrace.models.hf import resolve_device, resolve_dtype
 from headrace.roles.role import (
     LanguageModelRole,
     Role,
+    adapt,
     count_updates,
     make_engine,
     optimizer_counts,
@@ -62,6 +63,8 @@ class Critic(Role):
                     gradient_checkpointing=c.gradient_checkpointing,
                     needs_head=False,
                 )
+        if trains:
+            adapt(self._model, config.lora, str(self.model_config.path))
         settings = optimizer_settings(
             config, learning_rate=config.critic.learning_rate, total_updates=total_updates
         )

@@ -40,10 +40,14 @@ class RewardModel(Role):
             )
         self._engine = make_engine(self._model, config, prefix="reward_model", optimizer=None)
 
-    @stage(reads=("input_ids",), writes=("reward_model_score",))
-    def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """float32 [R], from the hidden state at each row's last token."""
+    @property
+    def engine(self) -> TorchEngine:
         if self._engine is None:
             raise RuntimeError("reward_model: prepare() has not been called")
-        scores: torch.Tensor = self._engine.last_scalars(batch)
+        return self._engine
+
+    @stage(reads=("input_ids", "response_mask"), writes=("reward_model_score",))
+    def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
+        """float32 [R], from the hidden state at each row's last token."""
+        scores: torch.Tensor = self.engine.last_scalars(batch)
         return {"reward_model_score": scores}

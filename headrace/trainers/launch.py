@@ -16,7 +16,7 @@ from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.flow.source import source_problems
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
-from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
+from headrace.trainers.recipes import Reward, evaluation_flow, policy_flow, sft_flow
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def training_flow(
 ) -> tuple[CompiledFlow, Evaluation | None]:
     """The recipe's checked flow and its evaluation. Raises ConfigError with what is wrong with flow and data."""
     try:
-        flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
+        flow = policy_flow(config, actor, reward).compile()
     except ConfigError as error:
         problems = error.violations + source_problems(config, dataset, "data")
         if held_out is not None:
@@ -75,7 +75,7 @@ def supervised_flow(
 ) -> tuple[CompiledFlow, Evaluation | None]:
     flow = sft_flow(config, actor).compile()
     evaluation = None
-    if held_out is not None and (config.reward.function or config.reward.model):
+    if held_out is not None and (config.reward.function or config.reward.model or config.agent.environment):
         checked = evaluation_flow(config, actor, config.reward.function).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return flow, evaluation

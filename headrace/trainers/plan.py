@@ -12,7 +12,8 @@ from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.memory import Estimate, Load, Part, estimate_memory, load_of, tokens_at_once
-from headrace.flow.run import Evaluation, check_roles, prepare_both, refuse_own_inputs, steps_of
+from headrace.flow.prepare import check_roles, prepare_both, refuse_own_inputs
+from headrace.flow.run import Evaluation, steps_of
 from headrace.flow.source import PreparedData, read_rows
 from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory

@@ -15,7 +15,7 @@ from headrace.flow.memory import Load, estimate_memory, layer_bytes, tokens_at_o
 from headrace.models.shape import ModelShape
 from headrace.observe.machine import Memory
 from headrace.roles.actor import Actor
-from headrace.trainers.recipes import RECIPES, sft_flow
+from headrace.trainers.recipes import policy_flow, sft_flow
 
 LOAD = Load(longest=10, rows_per_update=16, rows_at_once=16, prompts_at_once=4)
 # the demo's model: 14 tokens of vocabulary, hidden 128, inner 512, 2 layers, 4 and 2 heads of 32, head not tied
@@ -25,7 +25,7 @@ PARAMETERS = 2 * 14 * 128 + 2 * LAYER + 128
 
 def estimate(folder: Path, tmp_path: Path, load: Load = LOAD, **sections: dict[str, Any]) -> memory.Estimate:
     config = configuration(folder, tmp_path, sections)
-    flow = RECIPES[config.algorithm.name](config, Actor(config.model, config.run.device), even).compile()
+    flow = policy_flow(config, Actor(config.model, config.run.device), even).compile()
     return estimate_memory(flow, load)
 
 
