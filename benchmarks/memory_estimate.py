@@ -34,6 +34,12 @@ LARGE = {
 VARIANTS = {
     "grpo": [],
     "grpo, gradient checkpointing": ["model.gradient_checkpointing=true"],
+    "grpo, lora of rank 16": ["lora.rank=16"],
+    "ppo with reference, lora of rank 16": [
+        "algorithm.name=ppo",
+        "algorithm.kl_coefficient=0.01",
+        "lora.rank=16",
+    ],
     "ppo with reference": ["algorithm.name=ppo", "algorithm.kl_coefficient=0.01"],
 }
 WORDS = 500

@@ -15,6 +15,7 @@ from headrace.data.prompts import PromptDataset, SFTDataset
 from headrace.errors import ConfigError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.source import PreparedData
+from headrace.models.adapter_size import AdapterSize, read_adapters
 from headrace.models.hf import resolve_device, resolve_dtype
 from headrace.models.shape import ModelShape, read_shape
 from headrace.observe.machine import host_memory
@@ -22,7 +23,7 @@ from headrace.observe.report_facts import format_bytes
 from headrace.roles.role import LanguageModelRole, Role
 from headrace.rollout.native.engine import LOGITS_AT_ONCE
 from headrace.rollout.native.kv_cache import FREE_MEMORY_SHARE
-from headrace.training.torch_engine import LOGIT_CHUNK_BYTES
+from headrace.training.torch_engine import CPU_TOKENS, LOGIT_CHUNK_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ class Load:
     rows_per_update: int
     rows_at_once: int  # sequences generated at the same time; 0 where nothing is generated
     prompts_at_once: int
+    shared: float = 1.0  # tokens of sequences by tokens computed of them, where samples share their prompt
 
 
 def refuse_what_cannot_fit(
@@ -136,9 +138,10 @@ def refuse_what_cannot_fit(
 def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None = None) -> Load:
     config = flow.config
     sets = [d.dataset for d in (data, held_out) if d is not None]
-    longest = max(
-        _longest(d) + (0 if isinstance(d, SFTDataset) else config.rollout.max_new_tokens) for d in sets
-    )
+    new = config.rollout.max_new_tokens
+    longest = max(_longest(d) + (0 if isinstance(d, SFTDataset) else new) for d in sets)
+    if flow.generates and config.agent.environment:
+        longest = max(longest, config.rollout.max_sequence_tokens or 0)  # with what environments write
     if flow.supervised:
         rows, generated = data.rows_per_step, 0
     else:
@@ -147,7 +150,10 @@ def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None
     if held_out is not None:
         held = len(held_out.dataset) * config.eval.samples_per_prompt
         generated = max(generated, min(held, config.rollout.max_concurrent_sequences))
-    return Load(longest, rows, generated, config.train.prompts_per_step)
+    samples = 1 if flow.supervised else config.rollout.samples_per_prompt
+    prompt = max(0, longest - new)
+    shared = 1.0 if samples == 1 else samples * longest / (prompt + samples * new)
+    return Load(longest, rows, generated, config.train.prompts_per_step, shared)
 
 
 def _longest(dataset: PromptDataset | SFTDataset) -> int:
@@ -162,16 +168,18 @@ def estimate_memory(flow: CheckedFlow, load: Load) -> Estimate:
     device = resolve_device(config.run.device)
     width = resolve_dtype(config.model.dtype, device).itemsize
     estimate = _empty_estimate(device)
-    shapes: dict[Role, ModelShape] = {}
+    models: dict[Role, Sizes] = {}
     for role in flow.roles:
-        shape = _shape(role, shapes)
-        if shape is None:
+        sizes = _sizes(role, config, models, trains=flow.trains(role))
+        if sizes is None:
             estimate.unknown.append(f"{role.name} ({role.model_config.path})")
             continue
-        shapes[role] = shape
-        _add_role(estimate, config, role, shape, width, trains=flow.trains(role), load=load)
+        models[role] = sizes
+        _add_weights(estimate, role, sizes, width)
+        if flow.trains(role):
+            _add_training(estimate, config, role, sizes, width, load)
     weights = sum(part.bytes for part in estimate.always)
-    generator = next((s for role, s in shapes.items() if role.name == "actor"), None)
+    generator = next((s.shape for role, s in models.items() if role.name == "actor"), None)
     if generator is not None and load.rows_at_once:
         room = max(0, estimate.free - weights)
         estimate.phases["rollout"] = _rollout_parts(config, generator, width, load, room)
@@ -187,51 +195,114 @@ def _empty_estimate(device: torch.device) -> Estimate:
     return Estimate("this machine", memory.total, memory.free)
 
 
-def _shape(role: Role, known: dict[Role, ModelShape]) -> ModelShape | None:
-    start = getattr(role, "start", None)
-    if start in known:
-        return known[start]
-    c = role.model_config
-    return None if c.path is None else read_shape(str(c.path), role.key, c.trust_remote_code)
+@dataclass(frozen=True)
+class Sizes:
+    """What a role holds. `start`: the role whose weights it copies, or, where those have adapters, shares."""
+
+    shape: ModelShape
+    adapters: AdapterSize | None
+    start: Sizes | None
+    has_vocabulary: bool
+
+    @property
+    def head(self) -> int:
+        """Parameters of a scalar head."""
+        return 0 if self.has_vocabulary else self.shape.hidden
+
+    @property
+    def base(self) -> int:
+        """Parameters without adapters."""
+        return self.shape.parameters if self.has_vocabulary else self.shape.backbone_parameters + self.head
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn where the role does: Backbone.trained_parameters."""
+        return self.base if self.adapters is None else self.adapters.parameters + self.head
+
+    @property
+    def shares(self) -> bool:
+        return self.start is not None and self.start.adapters is not None
 
 
-def _add_role(
-    estimate: Estimate, config: Config, role: Role, shape: ModelShape, width: int, *, trains: bool, load: Load
-) -> None:
+def _sizes(role: Role, config: Config, known: dict[Role, Sizes], *, trains: bool) -> Sizes | None:
     has_vocabulary = isinstance(role, LanguageModelRole)
-    count = shape.parameters if has_vocabulary else shape.backbone_parameters + shape.hidden
-    estimate.always.append(Part(f"{role.name} weights", count * width, WITHOUT.get(role.name, "")))
-    if not trains:
+    start = known.get(getattr(role, "start", None))  # type: ignore[arg-type]
+    if start is not None:
+        return Sizes(start.shape, start.adapters, start, has_vocabulary)
+    c = role.model_config
+    if c.path is None:
+        return None
+    shape = read_shape(str(c.path), role.key, c.trust_remote_code)
+    if shape is None:
+        return None
+    adapters = read_adapters(
+        str(c.path), role.key, config.lora, trains=trains, trust_remote_code=c.trust_remote_code
+    )
+    return Sizes(shape, adapters, None, has_vocabulary)
+
+
+def _add_weights(estimate: Estimate, role: Role, sizes: Sizes, width: int) -> None:
+    """The weights; those of a role that shares its start's are its adapters, or, of a frozen one, a copy of them."""
+    adapters, lower = sizes.adapters, WITHOUT.get(role.name, "")
+    if adapters is None:
+        estimate.always.append(Part(f"{role.name} weights", sizes.base * width, lower))
         return
+    own = adapters.parameters
+    if not sizes.shares:
+        estimate.always.append(Part(f"{role.name} weights", sizes.base * width, lower))
+    elif sizes.has_vocabulary:
+        own = adapters.parameters if adapters.loaded else 0  # fresh ones are switched off instead
+    else:
+        own += sizes.head
+        # models/heads.py makes a whole critic before it takes over the actor's weights
+        estimate.phases[f"{role.name} loading"] = [Part("its weights, until shared", sizes.base * width)]
+    estimate.always.append(Part(f"{role.name} adapters", own * width, "lora.rank or lora.targets"))
+
+
+def _add_training(
+    estimate: Estimate, config: Config, role: Role, sizes: Sizes, width: int, load: Load
+) -> None:
+    """Gradients, optimizer and one update, over what `Backbone.trained_parameters` holds."""
+    shape, count = sizes.shape, sizes.trained
+    on_gpu = estimate.device != "this machine"
+    lower = "lora.rank or lora.targets" if sizes.adapters else "lora.rank=16 trains adapters alone"
+    gradients = Part(f"{role.name} gradients", 4 * count, lower)
     # float32: the parameters are their own masters (training/optimizer.py)
     state = count * (8 if width == 4 else 12)
-    gradients = Part(f"{role.name} gradients", 4 * count)
     optimizer = Part(
-        f"{role.name} optimizer",
-        state,
-        "train.offload_optimizer=true" if estimate.device != "this machine" else "",
+        f"{role.name} optimizer", state, f"train.offload_optimizer=true, or {lower}" if on_gpu else lower
     )
-    offload = config.train.offload_optimizer and estimate.device != "this machine"
-    if offload:
+    if config.train.offload_optimizer and on_gpu:
         estimate.phases[f"{role.name} optimizer step"] = [gradients, optimizer]
     else:
         estimate.always.append(optimizer)
     tokens = tokens_at_once(config, load)
-    parts = [gradients, _activations(config, shape, width, tokens)]
-    if has_vocabulary:
-        device = "cpu" if estimate.device == "this machine" else "cuda"
-        chunk = min(LOGIT_CHUNK_BYTES[device], 4 * shape.vocab * tokens)
+    parts = [gradients, _activations(config, sizes, width, tokens)]
+    whole = min(int(tokens * load.shared), load.rows_per_update * load.longest)
+    if whole > tokens:
+        # queries, keys, values and results are laid out sequence by sequence for attention
+        kept = 1 if config.model.gradient_checkpointing else shape.layers
+        copies = kept * whole * width * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+        parts.append(Part("attention over shared prompts", copies, "train.tokens_per_microbatch"))
+    if sizes.has_vocabulary:
+        chunk = min(LOGIT_CHUNK_BYTES["cuda" if on_gpu else "cpu"], 4 * shape.vocab * tokens)
         parts.append(Part("logits", LOGIT_CHUNKS_ALIVE * chunk))
-        parts.append(Part("output head's gradient", shape.vocab * shape.hidden * (4 if width == 4 else 6)))
+        if sizes.adapters is None:
+            head = shape.vocab * shape.hidden * (4 if width == 4 else 6)
+            parts.append(Part("output head's gradient", head))
     estimate.phases[f"{role.name} update"] = parts
 
 
 def tokens_at_once(config: Config, load: Load) -> int:
-    """The most tokens of one forward and backward pass."""
+    """The most tokens of one forward and backward pass; fewer where rows share a prompt, which is computed once."""
     parts = config.train.microbatches_per_update
     if parts is not None:
         return -(-load.rows_per_update // parts) * load.longest
-    return min(max(config.train.tokens_per_microbatch, load.longest), load.rows_per_update * load.longest)
+    on_cpu = resolve_device(config.run.device).type == "cpu"
+    budget = (
+        min(config.train.tokens_per_microbatch, CPU_TOKENS) if on_cpu else config.train.tokens_per_microbatch
+    )
+    return min(max(budget, load.longest), load.rows_per_update * load.longest)
 
 
 def layer_bytes(shape: ModelShape, width: int) -> int:
@@ -249,8 +320,11 @@ def layer_bytes(shape: ModelShape, width: int) -> int:
     return norms + attention + mlp
 
 
-def _activations(config: Config, shape: ModelShape, width: int, tokens: int) -> Part:
-    layer = layer_bytes(shape, width)
+def _activations(config: Config, sizes: Sizes, width: int, tokens: int) -> Part:
+    shape = sizes.shape
+    # B's inputs; A's are those of the layer
+    between = sizes.adapters.inner * width // shape.layers if sizes.adapters is not None else 0
+    layer = layer_bytes(shape, width) + between
     if config.model.gradient_checkpointing:
         kept = shape.layers * shape.hidden * width + layer
         lower = "train.tokens_per_microbatch"
@@ -259,7 +333,7 @@ def _activations(config: Config, shape: ModelShape, width: int, tokens: int) -> 
         lower = "train.tokens_per_microbatch, or model.gradient_checkpointing=true"
     ends = shape.hidden * (4 + 5 * width)  # the embedding, the last norm, response states and their gradients
     passing = width * (3 * shape.intermediate + 4 * shape.hidden)  # gradients inside one layer
-    return Part(f"activations of {tokens:,} tokens", tokens * (kept + ends + passing), lower)
+    return Part(f"activations of up to {tokens:,} tokens", tokens * (kept + ends + passing), lower)
 
 
 def _rollout_parts(config: Config, shape: ModelShape, width: int, load: Load, room: int) -> list[Part]:

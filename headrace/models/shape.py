@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 
 _LONGEST_HEADER = 100 << 20  # bytes; what safetensors itself allows
@@ -56,11 +56,12 @@ class ModelShape:
 
 
 def read_shape(path: str, key: str, trust_remote_code: bool = False) -> ModelShape | None:
-    """The shape of a folder or hub id; None for a GGUF file and for what has no readable configuration.
+    """The shape of a folder or hub id, of an adapter folder that of its base; None for a GGUF file and for what has
+    no readable configuration.
 
     Raises ConfigError naming `key` for a path that does not exist.
     """
-    found = find_model(path, key)
+    found = weights_source(find_model(path, key), key)
     if found.endswith(".gguf"):
         return None
     from transformers import AutoConfig
@@ -127,21 +128,21 @@ def _stored_parameters(path: str) -> int | None:
             if index.is_file()
             else {"model.safetensors"}
         )
-        return sum(size for name in names for size in _tensor_sizes(folder / name))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        return sum(math.prod(shape) for name in names for shape in tensor_shapes(folder / name).values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _tensor_sizes(file: Path) -> Iterator[int]:
-    """Elements of each tensor of a safetensors file, from its header."""
+def tensor_shapes(file: Path) -> dict[str, list[int]]:
+    """The shape of each tensor of a safetensors file, by its header. Raises OSError, ValueError, KeyError, TypeError."""
     with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        if length > _LONGEST_HEADER:
+        start = opened.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > _LONGEST_HEADER:
             raise ValueError(f"{file}: not a safetensors file")
         header = json.loads(opened.read(length))
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            size = 1
-            for extent in tensor["shape"]:
-                size *= int(extent)
-            yield size
+    return {
+        name: [int(extent) for extent in tensor["shape"]]
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    }
