@@ -25,14 +25,19 @@ logger = logging.getLogger(__name__)
 
 def earlier_run(config: Config, held: ExitStack) -> tuple[RunDirectory, Checkpoint]:
     """The run to continue, locked as long as `held`, and its checkpoint. Raises ConfigError where there is none."""
-    if config.run.overwrite:
-        raise ConfigError("run.resume: run.overwrite would delete the run that is to be continued; drop one")
+    refuse_overwriting(config)
     directory = RunDirectory.open(config.run.dir, config.run.name)
     held.enter_context(directory.locked())
     directory.clean()
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     store.clean()
     return directory, find_checkpoint(store)
+
+
+def refuse_overwriting(config: Config) -> None:
+    """Raises ConfigError where run.overwrite would delete what run.resume continues."""
+    if config.run.overwrite:
+        raise ConfigError("run.resume: run.overwrite would delete the run that is to be continued; drop one")
 
 
 class Keeper:

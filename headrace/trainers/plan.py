@@ -19,6 +19,7 @@ from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
 from headrace.trainers.launch import dataset_of, held_out_of, supervised_flow, training_flow
+from headrace.trainers.plan_resume import UNKNOWN, Continuation, check_continuation, planned_checkpoint
 
 ROWS_READ = 512  # of each data set; all of a large one take longer to tokenize than a plan should
 
@@ -37,6 +38,7 @@ class Plan:
     steps: int
     load: Load
     memory: Estimate
+    resumed: Continuation | None = None
 
     @property
     def config(self) -> Config:
@@ -57,6 +59,7 @@ class Plan:
 
     @property
     def evaluations(self) -> int:
+        """Of the whole run: before, between and after."""
         if self.evaluation is None:
             return 0
         every = self.evaluation.every_steps
@@ -76,7 +79,10 @@ def make_plan(config: Config, command: Literal["train", "sft"] = "train") -> Pla
         flow, evaluation = supervised_flow(config, actor, held_out)
     else:
         flow, evaluation = training_flow(config, actor, config.reward.function, dataset, held_out)
+    checkpoint = planned_checkpoint(config)
     rows, first = _first_rows(config, dataset, "data")
+    if checkpoint is not None:
+        first = dataset  # all rows are compared with those of the checkpoint
     held_rows, held_first = (
         _first_rows(config, evaluation.dataset, "eval") if evaluation is not None else (0, None)
     )
@@ -86,10 +92,17 @@ def make_plan(config: Config, command: Literal["train", "sft"] = "train") -> Pla
     data, held = prepare_both(flow, first, shown)
     if len(data.dataset) < data.rows_per_step and rows > ROWS_READ:
         data, held = prepare_both(flow, dataset, shown)  # the first rows do not fill a step, all may
-    loader = Loader(data.dataset, data.rows_per_step, shuffle=False, seed=0, key=data.rows_key)
+    loader = Loader(
+        data.dataset,
+        data.rows_per_step,
+        shuffle=config.data.shuffle and checkpoint is not None,
+        seed=config.run.seed,
+        key=data.rows_key,
+    )
     check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
-    RunDirectory.check(config.run.dir, config.run.name, overwrite=config.run.overwrite)
-    refuse_own_inputs(config)
+    if checkpoint is None:
+        RunDirectory.check(config.run.dir, config.run.name, overwrite=config.run.overwrite)
+        refuse_own_inputs(config)
     usable = (
         rows
         if len(data.dataset) == len(data.dataset.rows)
@@ -97,12 +110,13 @@ def make_plan(config: Config, command: Literal["train", "sft"] = "train") -> Pla
     )
     per_epoch = max(1, usable // loader.rows_per_step)
     steps = config.train.steps or steps_of(config.train.epochs, per_epoch)
+    resumed = None if checkpoint is None else check_continuation(checkpoint, flow, loader, steps)
     load = load_of(flow, data, held)
     memory = estimate_memory(flow, load)
     refusal = memory.refusal()
     if refusal is not None:
         raise ConfigError(refusal)
-    return Plan(flow, evaluation, data, held, rows, held_rows, per_epoch, steps, load, memory)
+    return Plan(flow, evaluation, data, held, rows, held_rows, per_epoch, steps, load, memory, resumed)
 
 
 def _first_rows(config: Config, dataset: HFDataset, key: str) -> tuple[int, HFDataset]:
@@ -134,6 +148,8 @@ def _parts(plan: Plan) -> Iterator[list[str]]:
     yield _titled("data", [("training", _data_line(plan)), *_held_out(plan)])
     yield _titled("batch", _batch(plan))
     yield _titled("schedule", _schedule(plan))
+    if plan.resumed is not None:
+        yield _titled("resume", [("continues", plan.resumed.text), ("not checked", UNKNOWN)])
     yield _titled("memory", _memory(plan))
     verdict = plan.memory.warning()
     yield [verdict or "Nothing was started and nothing was written."]
@@ -266,6 +282,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "steps": plan.steps,
         "updates": plan.updates,
         "evaluations": plan.evaluations,
+        "resume": None
+        if plan.resumed is None
+        else {
+            "checkpoint": str(plan.resumed.checkpoint.path),
+            "step": plan.resumed.checkpoint.step,
+            "steps_left": plan.resumed.steps_left,
+        },
         "longest_sequence_tokens": plan.load.longest,
         "memory": {
             "device": e.device,
