@@ -140,8 +140,6 @@ def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None
     sets = [d.dataset for d in (data, held_out) if d is not None]
     new = config.rollout.max_new_tokens
     longest = max(_longest(d) + (0 if isinstance(d, SFTDataset) else new) for d in sets)
-    if flow.generates and config.agent.environment:
-        longest = max(longest, config.rollout.max_sequence_tokens or 0)  # with what environments write
     if flow.supervised:
         rows, generated = data.rows_per_step, 0
     else:

@@ -8,28 +8,50 @@ from typing import Any
 from headrace.observe.metrics import describe
 from headrace.observe.report_runs import ReportRun, clean_text, room_for_texts, stage_means, thin
 
-# What is drawn first, in this order, and what it is called; metrics that no run has are left out.
+# What is drawn first, in this order, and what it is called; metrics that no run has are left out. A <part> stands for
+# any name, which takes the place of {} in the title.
 CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Learning",
         (
             ("eval/accuracy", "Held-out accuracy"),
+            ("eval/pass_at_<k>", "Held-out pass@{}"),
             ("reward/mean", "Reward"),
             ("sft/loss", "Loss"),
             ("eval/reward_mean", "Held-out reward"),
+            ("reward/part/<name>", "Reward: {}"),
+            ("eval/part/<name>", "Held-out reward: {}"),
             ("reward/std", "Spread of rewards"),
             ("reward/zero_spread_group_fraction", "Prompts without a spread"),
+            ("reward/filtered_group_fraction", "Prompts replaced for want of a spread"),
+        ),
+    ),
+    (
+        "Episodes",
+        (
+            ("agent/reward_mean", "Reward of the environment"),
+            ("agent/turns_mean", "Turns in an episode"),
+            ("agent/part/<name>", "Episodes: {}"),
+            ("agent/environment_tokens_mean", "Tokens the environment wrote"),
+            ("agent/max_turns_fraction", "Episodes cut at the turn limit"),
+            ("agent/timeout_fraction", "Episodes that timed out"),
+            ("agent/environment_s", "Time in environments"),
+            ("eval/agent/part/<name>", "Held-out episodes: {}"),
+            ("eval/agent/<name>", "Held-out episodes: {}"),
         ),
     ),
     (
         "Policy",
         (
             ("actor/kl", "KL to the reference"),
+            ("actor/kl_coefficient", "Weight of the KL"),
             ("actor/entropy", "Entropy"),
             ("gap/abs_logprob_mean", "Gap of rollout and trainer"),
             ("rollout/response_tokens_mean", "Response length"),
             ("rollout/truncated_fraction", "Responses cut at the limit"),
             ("actor/clip_fraction", "Clipped tokens"),
+            ("importance/weight_mean", "Importance weight"),
+            ("importance/capped_fraction", "Tokens with a capped weight"),
         ),
     ),
     (
@@ -85,8 +107,9 @@ def page_data(runs: Sequence[ReportRun]) -> dict[str, Any]:
 
 
 def _sections(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
-    titles = {metric: title for _, charts in CHARTS for metric, title in charts}
     logged = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
+    known = [(name, _named(charts, logged)) for name, charts in CHARTS]
+    titles = {metric: title for _, charts in known for metric, title in charts}
     shown = [m for m in logged if not m.startswith("time/") or m == "time/step_s"]
     rest = sorted(m for m in shown if m not in titles and m not in NOT_DRAWN)
     # the loss of a way of training that has no charts of its own comes first all the same
@@ -95,7 +118,7 @@ def _sections(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     rest = [m for m in rest if m not in losses]
     sections = [
         (name, [c for c in (*charts, *own.get(name, [])) if _is_worth_a_look(c[0], runs)], False)
-        for name, charts in CHARTS
+        for name, charts in known
     ]
     seen = {metric for _, charts, _ in sections for metric, _ in charts}
     dull = [(metric, titles[metric]) for metric in titles if metric not in seen]
@@ -109,13 +132,38 @@ def _sections(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     return out
 
 
+def _named(charts: Sequence[tuple[str, str]], logged: Sequence[str]) -> list[tuple[str, str]]:
+    """The charts with the logged metrics that match a <part> in its place; each metric once, the first match wins."""
+    out: dict[str, str] = {}
+    for pattern, title in charts:
+        before, _, after = pattern.partition("<")
+        if not after:
+            out.setdefault(pattern, title)
+            continue
+        for metric in sorted((m for m in logged if m.startswith(before)), key=_by_number):
+            out.setdefault(metric, title.format(metric[len(before) :].replace("_", " ")))
+    return list(out.items())
+
+
+def _by_number(metric: str) -> tuple[str, int]:
+    """Sorts pass_at_16 after pass_at_2."""
+    stem = metric.rstrip("0123456789")
+    return stem, int(metric[len(stem) :] or 0)
+
+
 def _is_worth_a_look(metric: str, runs: Sequence[ReportRun]) -> bool:
-    """Not for a metric that never changes, nor for the held-out reward where it is the accuracy."""
+    """Not for a metric that never changes, nor for the held-out reward or pass@1 where it is the accuracy."""
     values = {value for run in runs for _, value in run.curve(metric) if value is not None}
-    twin = "eval/accuracy" if metric == "eval/reward_mean" else None
+    twin = TWINS.get(metric)
     return len(values) > 1 and (twin is None or any(run.curve(metric) != run.curve(twin) for run in runs))
 
 
+TWINS = {
+    "eval/reward_mean": "eval/accuracy",
+    "eval/pass_at_1": "eval/accuracy",
+    "agent/reward_mean": "reward/mean",
+    "eval/agent/reward_mean": "eval/reward_mean",
+}
 NOT_DRAWN = ("train/step", "eval/rows", "rollout/samples", "actor/updates", "critic/updates", "sft/updates")
 
 

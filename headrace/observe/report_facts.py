@@ -16,6 +16,7 @@ from headrace.observe.report_runs import (
     differing_settings,
     number,
 )
+from headrace.observe.run_dir import RunDirectory
 from headrace.observe.summary import format_duration, format_metric, format_number
 
 LONGEST_SETTING = 2000  # characters
@@ -25,9 +26,11 @@ def headlines(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     """The numbers to look at first: a label, and for each run the text, and before → after where there are both."""
     rows = [
         ("Held-out accuracy", [_change(run, "eval/accuracy") for run in runs]),
+        *_pass_at_k(runs),
         ("Held-out reward", [_change(run, "eval/reward_mean") for run in runs]),
         ("Reward", [_change(run, "reward/mean") for run in runs]),
         ("Loss", [_change(run, "sft/loss") for run in runs]),
+        ("Turns in an episode", [_change(run, "agent/turns_mean") for run in runs]),
         ("Response length", [_change(run, "rollout/response_tokens_mean") for run in runs]),
         ("Tokens/s generated", [_mean(run, "rollout/tokens_per_s") for run in runs]),
         ("Steps", [{"after": str(run.last_step)} if run.last_step else None for run in runs]),
@@ -38,12 +41,23 @@ def headlines(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     return [{"label": label, "cells": cells} for label, cells in rows if any(cells)]
 
 
+def _pass_at_k(runs: Sequence[ReportRun]) -> list[tuple[str, list[dict[str, str] | None]]]:
+    """The row of the largest k that was measured, if that is more than 1."""
+    start = "eval/pass_at_"
+    ks = {m[len(start) :] for run in runs for m in run.metrics() if m.startswith(start)}
+    k = max((int(k) for k in ks if k.isdecimal()), default=1)
+    return [(f"Held-out pass@{k}", [_change(run, f"{start}{k}") for run in runs])] if k > 1 else []
+
+
 def _change(run: ReportRun, metric: str) -> dict[str, str] | None:
     ends = run.first_and_last(metric)
     if ends is None:
         return None
     (first, before), (last, after) = ends
     cell = {"after": format_any(metric, after), "metric": metric}
+    errors = dict(run.curve(f"{metric}_stderr"))
+    if (error := errors.get(last)) is not None:
+        cell["after"] += f" ± {format_any(metric, error)}"
     return cell if first == last else {"before": format_any(metric, before), **cell}
 
 
@@ -121,6 +135,7 @@ def facts(run: ReportRun) -> dict[str, Any]:
         if kind == "evaluation"
         else f"{steps}{' (still going, or stopped early)' if unfinished else ''}",
         "Batch": _batch(run, kind),
+        "Checkpoints": _checkpoints(run),
         "Began": _moment(run.lines[0].get("time")),
         "Last logged": _moment(run.lines[-1].get("time")),
         "Machine": machine,
@@ -162,6 +177,19 @@ def _batch(run: ReportRun, kind: str) -> str | None:
     if kind in ("sft", "evaluation") or not isinstance(prompts, int) or not isinstance(samples, int):
         return None
     return f"{prompts} prompts × {samples} samples a step"
+
+
+def _checkpoints(run: ReportRun) -> str | None:
+    """The steps of which there are checkpoints, and which of them evaluated best."""
+    folder = RunDirectory(run.path).checkpoints
+    steps = sorted(int(p.name[5:]) for p in folder.glob("step_*") if p.name[5:].isdecimal())
+    if not steps:
+        return None
+    try:
+        best = (folder / "best").read_text(encoding="utf-8").strip().removeprefix("step_")
+    except (OSError, ValueError):
+        best = ""
+    return "after step " + ", ".join(f"{s}{' (best)' if str(s) == best else ''}" for s in steps)
 
 
 def _moment(value: Any) -> str | None:

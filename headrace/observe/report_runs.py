@@ -188,7 +188,7 @@ def stage_means(run: ReportRun, most: int = 200) -> tuple[list[int], dict[str, l
     return [part[0]["step"] for part in parts], means
 
 
-OTHER_TIMES = ("time/step_s", "time/eval_s")  # not the time of a stage
+OTHER_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")  # not the time of a stage
 
 
 def read_samples(path: Path, kind: str, notes: list[str]) -> list[SampleSet]:
@@ -263,11 +263,18 @@ def _sample(line: bytes) -> dict[str, Any] | None:
     return {
         **order,
         "prompt": _text(record.get("prompt")),
-        "completion": _text(record.get("completion")),
+        "completion": _episode(record.get("episode")) or _text(record.get("completion")),
         "reward": number(record.get("reward")),
         "finish_reason": clean_text(_text(record.get("finish_reason")), 40),
         "num_tokens": number(record.get("num_tokens")),
     }
+
+
+def _episode(messages: Any) -> str:
+    """The turns after the prompt as one text, each below its role; "" where there are no several."""
+    if not isinstance(messages, list) or len(messages) < 2 or not all(isinstance(m, dict) for m in messages):
+        return ""
+    return "\n\n".join(f"{_text(m.get('role'))}:\n{_text(m.get('content'))}" for m in messages)
 
 
 def _text(value: Any) -> str:
