@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from importlib.resources import files
@@ -74,6 +75,7 @@ def render(runs: Sequence[ReportRun]) -> str:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["setting"] = setting_text
+    environment.filters["breakable"] = _breakable
     template = environment.from_string((page / "page.html").read_text(encoding="utf-8"))
     return template.render(
         style=Markup(style),
@@ -89,6 +91,13 @@ def render(runs: Sequence[ReportRun]) -> str:
         notes=notes(runs),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
     )
+
+
+def _breakable(text: str) -> Any:
+    """The text with places after . _ / and : at which a narrow table may break it."""
+    from markupsafe import Markup, escape
+
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[._/:])(?=\w)", text))
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -37,7 +37,7 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("agent/timeout_fraction", "Episodes that timed out"),
             ("agent/environment_s", "Time in environments"),
             ("eval/agent/part/<name>", "Held-out episodes: {}"),
-            ("eval/agent/<name>", "Held-out episodes: {}"),
+            ("eval/agent/turns_mean", "Turns in a held-out episode"),
         ),
     ),
     (
@@ -198,8 +198,9 @@ def readable_name(metric: str) -> str:
 
 
 def documented(metric: str) -> tuple[str, str]:
+    """Unit and meaning; a held-out metric of episodes has the unit of the one it repeats."""
     try:
-        found = describe(metric)
+        unit = describe(metric.removeprefix("eval/") if metric.startswith("eval/agent/") else metric).unit
+        return unit, describe(metric).meaning
     except ValueError:  # a metric that a user's own code registered in its process
         return "", ""
-    return found.unit, found.meaning

@@ -76,7 +76,8 @@ def format_any(metric: str, value: float) -> str:
     unit, _ = documented(metric)
     if unit == "bytes":
         return format_bytes(value)
-    return format_metric(metric, value) if unit else format_number(value)
+    name = metric.removeprefix("eval/") if metric.startswith("eval/agent/") else metric
+    return format_metric(name, value) if unit else format_number(value)
 
 
 def format_bytes(value: float) -> str:

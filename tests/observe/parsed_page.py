@@ -22,7 +22,7 @@ class Page(HTMLParser):
         self.texts: list[str] = []
         self.raw: list[tuple[str, dict[str, str | None], str]] = []
         self.unclosed: list[str] = []
-        self.feed(html)
+        self.feed(html.replace("<wbr>", ""))  # a place for a break is no part of the text
         self.close()
         assert self.unclosed == []
 

@@ -90,8 +90,9 @@ def test_episodes(tmp_path: Path) -> None:
         ("agent/turns_mean", "Turns in an episode"),
         ("agent/part/tool_calls", "Episodes: tool calls"),
         ("eval/agent/part/tool_calls", "Held-out episodes: tool calls"),
-        ("eval/agent/turns_mean", "Held-out episodes: turns mean"),
+        ("eval/agent/turns_mean", "Turns in a held-out episode"),
     ]
+    assert page.charts()["eval/agent/turns_mean"]["unit"] == "turns"
     assert "Turns in an episode 1.00 → 2.00" in page.text
     assert [s["completion"] for s in page.data["sets"][0]["samples"]] == [
         "assistant:\n<call>\n\ntool:\n42\n\nassistant:\nit is 42",

@@ -32,7 +32,7 @@
   function short(value, unit) {
     const size = Math.abs(value);
     if (value === 0) return "0";
-    if (unit === "fraction") return `${trim((100 * value).toFixed(size < 0.01 ? 2 : 1))} %`;
+    if (unit === "fraction") return `${trim((100 * value).toFixed(size < 0.01 ? 2 : 1))}%`;
     if (unit === "bytes") {
       for (const [power, name] of [[40, "TiB"], [30, "GiB"], [20, "MiB"], [10, "KiB"]]) {
         if (size >= 0.9995 * 2 ** power) return `${threeDigits(value / 2 ** power)} ${name}`;
@@ -50,7 +50,7 @@
   }
   const trim = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
   function tickText(value, step, unit) {
-    if (unit === "fraction") return `${trim((100 * value).toFixed(Math.max(0, Math.min(4, -Math.floor(Math.log10(100 * step) + 1e-9)))))} %`;
+    if (unit === "fraction") return `${trim((100 * value).toFixed(Math.max(0, Math.min(4, -Math.floor(Math.log10(100 * step) + 1e-9)))))}%`;
     const size = Math.abs(value);
     if (value === 0) return "0";
     if (size >= 1000) return trimUnit(short(value, ""));
