@@ -35,6 +35,8 @@ SMALLER = {
     "train.steps=200": "train.steps=1 train.prompts_per_step=2 rollout.samples_per_prompt=2",
     "steps=200": "steps=1",
     "steps: 50": "steps: 1",
+    "steps: 100": "steps: 1",
+    "../demo_run/sft/model": "{work}/model",
     "max_new_tokens=512": "max_new_tokens=3",
     "max_new_tokens: 32": "max_new_tokens: 3",
     "rollout_batch_size=32": "rollout_batch_size=2",
@@ -75,7 +77,7 @@ def work(tmp_path_factory):
 )
 def test_the_snippets_run(page, work, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # as `python file.py` has it
     for language, name, text in blocks(page):
         for written, run in SMALLER.items():
             text = text.replace(written, run.format(work=work))
