@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__
-from headrace.config import Config
+from headrace.config import Command, Config
 from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
-from headrace.config_load import Command, config_to_yaml, load_config, parse_value
+from headrace.config_load import config_to_yaml, load_config, parse_value
 from headrace.errors import ConfigError, HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=", re.DOTALL)
 COMMANDS: dict[str, str] = {
     "train": "train a model with reinforcement learning",
     "sft": "fine-tune a model on prompts with known responses",
+    "reward-model": "train a reward model on pairs of a chosen and a rejected response",
+    "dpo": "train a model on such pairs directly (DPO), without a reward model",
     "eval": "score a model on a held-out data set",
 }
 
@@ -119,6 +121,10 @@ def _run(command: str, config: Config) -> int:
     set_up_logging()
     if "torch" not in sys.modules:  # takes seconds, in which nothing else would be seen
         logger.info("headrace %s: loading torch and transformers", __version__)
+    if command in ("reward-model", "dpo"):
+        from headrace.trainers import preference
+
+        return int((preference.run_dpo if command == "dpo" else preference.run_reward_model)(config))
     from headrace.trainers import launch
 
     run = {"train": launch.run_train, "sft": launch.run_sft, "eval": launch.run_eval}[command]

@@ -28,7 +28,8 @@ def evaluate(
         context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
         batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
         sums.merge(context.metrics)
-        samples += sample_records(batch)
+        if flow.generates:
+            samples += sample_records(batch)
     sums.add("time/eval_s", time.perf_counter() - started)
     metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}
     return metrics, samples

@@ -29,7 +29,7 @@ from headrace.observe.progress import Progress, make_progress
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
-from headrace.roles.role import LanguageModelRole
+from headrace.roles.reward_model import RewardModel
 from headrace.stages import StageContext
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def prepare_both(
 def check_roles(flows: Sequence[CheckedFlow]) -> None:
     """What can be known about every model without its weights. Raises ConfigError with all violations."""
     roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
-    reader = next((role for role in roles if isinstance(role, LanguageModelRole)), None)
+    reader = flows[0].reader
     problems = [p for role in roles if role is not reader for p in role.problems(reader)]
     if problems:
         raise ConfigError(problems)
@@ -267,7 +267,7 @@ class _Run:
         if not self.config.run.save_final:
             return
         for role in self.flow.roles:
-            if isinstance(role, Actor) and self.flow.trains(role):
+            if isinstance(role, Actor | RewardModel) and self.flow.trains(role):
                 progress.stage("save", None)
                 self.result.model = role.save(self.directory.model)
 

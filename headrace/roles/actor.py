@@ -33,6 +33,7 @@ EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
 
 class Actor(LanguageModelRole):
     name = "actor"
+    supervised_prefix = "sft"  # of its metrics in a flow over given responses
     _rollout: NativeEngine | None = None
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
@@ -44,8 +45,9 @@ class Actor(LanguageModelRole):
         self._engine = make_engine(
             self.model,
             config,
-            prefix="sft" if supervised else "actor",
+            prefix=self.supervised_prefix if supervised else "actor",
             optimizer=settings if trains else None,
+            supervised=supervised,
         )
         r = config.rollout
         self._rollout = NativeEngine(

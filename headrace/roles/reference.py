@@ -8,7 +8,7 @@ from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import copy_causal_lm
-from headrace.roles.role import LanguageModelRole, make_engine
+from headrace.roles.role import LanguageModelRole, ReaderRole, make_engine
 from headrace.stages import StageContext, stage
 
 
@@ -28,16 +28,18 @@ class Reference(LanguageModelRole):
         super().__init__(model, device, loaded)
         self.start = start
 
-    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+    def problems(self, reader: ReaderRole | None) -> list[str]:
         copied = self.start is not None or self.is_loaded
         return [] if copied else super().problems(reader)
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         if self._model is None and self.start is not None:
             self._model = copy_causal_lm(self.start.model)
-        self._engine = make_engine(self.model, config, prefix="reference", optimizer=None)
+        self._engine = make_engine(
+            self.model, config, prefix="reference", optimizer=None, supervised=supervised
+        )
 
     @stage(reads=("input_ids", "response_mask"), writes=("reference_logprobs",))
     def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """Log-probabilities of the sampled tokens under the frozen model, at the rollout temperature."""
+        """Log-probabilities of the response tokens under the frozen model, at the trained model's temperature."""
         return {"reference_logprobs": self.engine.outputs(batch).logprobs}

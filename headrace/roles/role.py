@@ -13,7 +13,7 @@ from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
 from headrace.errors import ConfigError, RunError
-from headrace.models.causal_lm import CausalLM
+from headrace.models.causal_lm import Backbone, CausalLM
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
 from headrace.stages import StageContext
 from headrace.training.optimizer import OptimizerSettings
@@ -33,7 +33,7 @@ class Role:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model_config.path})"
 
-    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+    def problems(self, reader: ReaderRole | None) -> list[str]:
         """What is wrong with the model, as far as that shows without its weights.
 
         `reader` is the role that tokenizes the data: ids are never re-encoded, so vocabularies must be the same.
@@ -55,18 +55,20 @@ class Role:
         raise NotImplementedError
 
 
-class LanguageModelRole(Role):
-    """A role with a language-model head: actor and reference."""
+class ReaderRole(Role):
+    """A role that can read the data: it has a tokenizer before it has weights."""
 
-    def __init__(self, model: ModelConfig, device: str = "auto", loaded: CausalLM | None = None) -> None:
-        super().__init__(model, device)
-        self._model = loaded
-        self._tokenizer: Any = loaded.tokenizer if loaded is not None else None
-        self._engine: TorchEngine | None = None
+    _tokenizer: Any = None
+    _engine: TorchEngine | None = None
+
+    @property
+    def loaded(self) -> Backbone | None:
+        """The model, once it is in memory."""
+        raise NotImplementedError
 
     @property
     def is_loaded(self) -> bool:
-        return self._model is not None
+        return self.loaded is not None
 
     @property
     def tokenizer(self) -> Any:
@@ -78,6 +80,25 @@ class LanguageModelRole(Role):
             if c.chat_template is not None:
                 use_chat_template(self._tokenizer, c.chat_template)
         return self._tokenizer
+
+    @property
+    def engine(self) -> TorchEngine:
+        if self._engine is None:
+            raise RuntimeError(f"{self.name}: prepare() has not been called")
+        return self._engine
+
+
+class LanguageModelRole(ReaderRole):
+    """A role with a language-model head: actor and reference."""
+
+    def __init__(self, model: ModelConfig, device: str = "auto", loaded: CausalLM | None = None) -> None:
+        super().__init__(model, device)
+        self._model = loaded
+        self._tokenizer = loaded.tokenizer if loaded is not None else None
+
+    @property
+    def loaded(self) -> CausalLM | None:
+        return self._model
 
     @property
     def model(self) -> CausalLM:
@@ -96,20 +117,22 @@ class LanguageModelRole(Role):
             )
         return self._model
 
-    @property
-    def engine(self) -> TorchEngine:
-        if self._engine is None:
-            raise RuntimeError(f"{self.name}: prepare() has not been called")
-        return self._engine
-
 
 def make_engine(
-    model: Any, config: Config, *, prefix: str, optimizer: OptimizerSettings | None
+    model: Any,
+    config: Config,
+    *,
+    prefix: str,
+    optimizer: OptimizerSettings | None,
+    supervised: bool = False,
+    scores_rows: bool = False,
 ) -> TorchEngine:
+    """`supervised`: given responses are judged by the model's own distribution, whatever the sampling temperature."""
     return TorchEngine(
         model,
         prefix=prefix,
-        temperature=config.rollout.temperature if prefix != "sft" else 1.0,
+        temperature=1.0 if supervised else config.rollout.temperature,
+        scores_rows=scores_rows,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         microbatches_per_update=config.train.microbatches_per_update,
         max_skipped_updates=config.train.max_skipped_updates,

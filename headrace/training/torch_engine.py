@@ -10,7 +10,6 @@ import logging
 import torch
 
 from headrace.data.batch import Batch
-from headrace.data.packing import balance_rows
 from headrace.errors import RunError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
@@ -28,7 +27,8 @@ LOGIT_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 class TorchEngine(TrainingEngine):
     """One model with, once it is to be trained, its optimizer.
 
-    `prefix` names its metrics ("actor", "critic", "sft").
+    `prefix` names its metrics ("actor", "critic", "sft"). A model with a scalar head gives a value for every response
+    token (a critic), or with `scores_rows` one score a row, at its last token (a reward model).
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class TorchEngine(TrainingEngine):
         microbatches_per_update: int | None = None,
         max_skipped_updates: int = 10,
         optimizer: OptimizerSettings | None = None,
+        scores_rows: bool = False,
     ) -> None:
         self.model = model
+        self.scores_rows = scores_rows
         self.prefix = prefix
         self.temperature = temperature
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -63,6 +65,8 @@ class TorchEngine(TrainingEngine):
         input_ids = batch["input_ids"].to(device)
         attention = PackedAttention(batch.lengths.tolist(), device)
         hidden = self.model.hidden_states(input_ids, batch.position_ids().to(device), attention)
+        if isinstance(self.model, ScalarModel) and self.scores_rows:
+            return TokenOutputs(scores=self.model.scalars(hidden[(batch.offsets[1:] - 1).to(device)]))
         # position t - 1 predicts token t; position 0 of a row is never a response token
         index = batch["response_mask"].nonzero().flatten().to(device)
         before = hidden[index - 1]
@@ -84,52 +88,35 @@ class TorchEngine(TrainingEngine):
 
     @torch.no_grad()
     def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
-        """Token outputs of all rows, on the CPU, in row order, without gradients."""
+        """Outputs for all rows, on the CPU, in row order, without gradients."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
         for micro in batch.pack(self.tokens_per_microbatch):
             out = self._forward(micro, with_entropy)
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
-            parts.append(Batch(micro.lengths, columns))
+            rows = {"scores": columns.pop("scores")} if "scores" in columns else {}
+            parts.append(Batch(micro.lengths, columns, rows))
             order.extend(micro["row_number"].tolist())
         joined = Batch.concat(parts).select(torch.argsort(torch.tensor(order)))
-        return TokenOutputs(**joined.tokens)
-
-    @torch.no_grad()
-    def last_scalars(self, batch: Batch) -> torch.Tensor:
-        """A reward model's score at the last token of each row: float32 [R] on the CPU."""
-        if not isinstance(self.model, ScalarModel):
-            raise TypeError("last_scalars needs a model with a scalar head")
-        scores = torch.zeros(batch.num_rows)
-        batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
-        for micro in batch.pack(self.tokens_per_microbatch):
-            device = self.model.device
-            attention = PackedAttention(micro.lengths.tolist(), device)
-            hidden = self.model.hidden_states(
-                micro["input_ids"].to(device), micro.position_ids().to(device), attention
-            )
-            last = (micro.offsets[1:] - 1).to(device)
-            scores[micro["row_number"]] = self.model.scalars(hidden[last]).cpu()
-        return scores
+        return TokenOutputs(**joined.tokens, **{k: torch.as_tensor(v) for k, v in joined.rows.items()})
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """How an update is cut: by number when asked for, else by token budget."""
         if self.microbatches_per_update is None:
             return batch.pack(self.tokens_per_microbatch)
-        parts = balance_rows(batch.lengths.tolist(), self.microbatches_per_update)
-        return [batch.select(rows) for rows in parts if rows]
+        return batch.balance(self.microbatches_per_update)
 
     def update(self, batch: Batch, loss: Loss) -> MetricSums:
-        """One optimizer update. Rows whose tokens all weigh 0 are left out of the work.
+        """One optimizer update. Rows that weigh 0, with all their tokens, are left out of the work.
 
         Raises RunError after `max_skipped_updates` non-finite updates in a row.
         """
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and cannot be updated")
         sums = MetricSums()
-        weighed = torch.zeros(batch.num_rows).index_add_(
-            0, batch.row_ids(), (batch["loss_weight"] != 0).float()
-        )
+        weighed = (batch["loss_weight"] != 0).float()
+        if "loss_weight" in batch.tokens:
+            weighed = torch.zeros(batch.num_rows).index_add_(0, batch.row_ids(), weighed)
         batch = batch.select(weighed > 0)
         if batch.num_rows == 0:
             logger.warning(
