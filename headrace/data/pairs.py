@@ -162,7 +162,7 @@ def shared_prompt(chosen: str, rejected: str) -> int:
     turn = chosen.rfind(TURN, 0, shared)
     if turn >= 0:
         return turn + len(TURN)
-    words = chosen[: min(shared, len(chosen) - 1, len(rejected) - 1)]
+    words = chosen[: max(0, min(shared, length - 1))]
     cut = max((i for i, c in enumerate(words) if c.isspace()), default=0)
     return len(words[:cut].rstrip()) or len(words)
 
