@@ -81,7 +81,7 @@ class RewardModel(ReaderRole):
         return {"reward_model_score": self._scores(batch)}
 
     @stage(
-        reads=("input_ids", "response_mask", "pair_id", "is_chosen"),
+        reads=("input_ids", "pair_id", "is_chosen"),
         sections=("train",),
         trains=True,
         supervised=True,
@@ -93,7 +93,7 @@ class RewardModel(ReaderRole):
         context.metrics.merge(self.engine.update(weighted, PreferenceLoss("reward_model")))
         count_updates(self.engine, before, context)
 
-    @stage(reads=("input_ids", "response_mask", "pair_id", "is_chosen"))
+    @stage(reads=("input_ids", "pair_id", "is_chosen"))
     def preference_evaluation(self, batch: Batch, context: StageContext) -> None:
         """Loss, accuracy and margin on held-out pairs."""
         context.metrics.merge(PreferenceLoss("eval").measure(self.engine.outputs(batch), batch))
