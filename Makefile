@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 CHECKED := $(wildcard headrace tests examples benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo rlhf test lint types test-learn test-gpu docs clean
+.PHONY: help demo rlhf test lint types test-slow test-learn test-gpu docs clean
 
 help:
 	@echo "make demo        train a small model from nothing to a skill, on one CPU"
@@ -20,10 +20,11 @@ help:
 	@echo "make test        the tests, without the long ones and those for a GPU"
 	@echo "make lint        ruff: rules and format"
 	@echo "make types       mypy"
+	@echo "make test-slow   kill runs again and again, and resume them (minutes)"
 	@echo "make test-learn  train until held-out accuracy rises (minutes)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make docs        write docs/metrics.md and docs/configuration.md anew"
-	@echo "make clean       remove caches, builds, demo_run/ and rlhf_run/ (keeps .venv and runs/)"
+	@echo "make clean       remove caches, builds, demo_run/, rlhf_run/ and tools_run/ (keeps .venv and runs/)"
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/arithmetic/demo.py
@@ -38,7 +39,7 @@ rlhf: $(VENV)/.base
 	  $(BIN)/headrace eval examples/rlhf/eval.yaml model=rlhf_run/$$model/model run.progress=off || exit 1; done
 
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not learn and not gpu"
+	$(BIN)/python -m pytest -m "not learn and not gpu and not slow"
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check $(CHECKED)
@@ -46,6 +47,9 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/python -m mypy
+
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
 
 test-learn: $(VENV)/.dev
 	$(BIN)/python -m pytest -m learn
@@ -61,7 +65,7 @@ docs: $(VENV)/.base
 	mv docs/configuration.md.new docs/configuration.md
 
 clean:
-	rm -rf build dist demo_run rlhf_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo_run rlhf_run tools_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CHECKED) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.created:

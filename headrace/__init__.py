@@ -21,28 +21,39 @@ _WHERE = {
     "StageContext": "headrace.stages",
     "Batch": "headrace.data.batch",
     "Config": "headrace.config",
+    "AlgorithmConfig": "headrace.config",
     "load_config": "headrace.config_load",
+    "register_advantage": "headrace.algorithms.find",
+    "register_loss": "headrace.algorithms.find",
+    "Scored": "headrace.algorithms.find",
+    "LossInputs": "headrace.algorithms.find",
+    "LossTerms": "headrace.algorithms.find",
+    "advantage_stage": "headrace.algorithms.stages",
     "grpo_advantages": "headrace.algorithms.stages",
     "gae_advantages": "headrace.algorithms.stages",
     "HeadraceError": "headrace.errors",
+    "AgentError": "headrace.errors",
     "ConfigError": "headrace.errors",
     "RewardError": "headrace.errors",
     "RunError": "headrace.errors",
 }
 
 if TYPE_CHECKING:
-    from headrace.algorithms.stages import gae_advantages, grpo_advantages
-    from headrace.config import Config
+    from headrace.algorithms.find import LossInputs, LossTerms, Scored, register_advantage, register_loss
+    from headrace.algorithms.stages import advantage_stage, gae_advantages, grpo_advantages
+    from headrace.config import AlgorithmConfig, Config
     from headrace.config_load import load_config
     from headrace.data.batch import Batch
     from headrace.data.dataset import HFDataset
-    from headrace.errors import ConfigError, HeadraceError, RewardError, RunError
+    from headrace.errors import AgentError, ConfigError, HeadraceError, RewardError, RunError
     from headrace.flow.flow import Flow
     from headrace.flow.run import Evaluation
     from headrace.stages import StageContext, stage
     from headrace.trainers.rl_trainer import PPOTrainer, RLTrainer, get_hf_model
 
 __all__ = [
+    "AgentError",
+    "AlgorithmConfig",
     "Batch",
     "Config",
     "ConfigError",
@@ -50,16 +61,22 @@ __all__ = [
     "Flow",
     "HFDataset",
     "HeadraceError",
+    "LossInputs",
+    "LossTerms",
     "PPOTrainer",
     "RLTrainer",
     "RewardError",
     "RunError",
+    "Scored",
     "StageContext",
     "__version__",
+    "advantage_stage",
     "gae_advantages",
     "get_hf_model",
     "grpo_advantages",
     "load_config",
+    "register_advantage",
+    "register_loss",
     "stage",
 ]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace import __version__
+from headrace.cli_export import add_export, run_export
 from headrace.config import Command, Config
 from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
@@ -47,6 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, meaning in COMMANDS.items():
         _add_settings(commands.add_parser(name, help=meaning, description=meaning, allow_abbrev=False))
+    add_export(commands)
     meaning = "print a resolved configuration, or explain every setting"
     config = commands.add_parser("config", help=meaning, description=meaning, allow_abbrev=False)
     _add_settings(config)
@@ -91,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "config" and arguments.explain is not None:
             return _explain(arguments, rest)
+        if arguments.command == "export":
+            set_up_logging()
+            return run_export(arguments, rest)
         config = _load(arguments, rest)
         if arguments.command == "config":
             return _write(config_to_yaml(config))

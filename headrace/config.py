@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-
-def key(default: Any, meaning: str, unit: str = "", **limits: Any) -> Any:
-    """A documented setting. `unit` is shown by `headrace config --explain`."""
-    return Field(default, description=meaning, json_schema_extra={"unit": unit}, **limits)
-
+from headrace.config_algorithm import AlgorithmConfig
+from headrace.config_presets import GROUPED_ADVANTAGES
+from headrace.config_section import Section, key
 
 SHORTHAND = {
     "model": "path",
@@ -23,18 +21,9 @@ SHORTHAND = {
     "eval": "path",
     "critic": "path",
     "reference": "path",
+    "agent": "environment",
 }
 """The key that a section given as a single string sets (`model: Qwen/Qwen2.5-0.5B`)."""
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid",
-        validate_default=True,
-        validate_assignment=True,
-        allow_inf_nan=False,
-        protected_namespaces=(),
-    )
 
 
 class RunConfig(Section):
@@ -49,10 +38,13 @@ class RunConfig(Section):
         "auto", "live: a display that redraws; plain: one line a step; auto: live on a terminal, else plain"
     )
     save_final: bool = key(True, "save the trained model as a Hugging Face folder at the end")
+    resume: bool = key(False, "continue the run in run.dir/run.name from its latest checkpoint")
 
 
 class ModelConfig(Section):
-    path: str | None = key(None, "Hugging Face folder, hub id, or .gguf file of the policy (the actor)")
+    path: str | None = key(
+        None, "Hugging Face folder, hub id, .gguf file or adapter folder of the policy (the actor)"
+    )
     tokenizer: str | None = key(None, "tokenizer folder or hub id (default: model.path)")
     dtype: Literal["auto", "float32", "bfloat16"] = key(
         "auto", "dtype that training and rollout compute in; the optimizer always keeps float32 weights"
@@ -60,6 +52,23 @@ class ModelConfig(Section):
     chat_template: str | None = key(None, "file with a Jinja chat template that replaces the tokenizer's")
     trust_remote_code: bool = key(False, "run Python code that comes with the model folder")
     gradient_checkpointing: bool = key(False, "recompute activations in the backward pass to save memory")
+
+
+class LoraConfig(Section):
+    rank: int | None = key(
+        None, "rank of the LoRA adapters, which then train alone; null or 0: all weights train", ge=0
+    )
+    alpha: float = key(32.0, "scale of the adapters: weights are W + alpha / rank x B A", gt=0)
+    targets: list[str] = key(
+        ["all-linear"],
+        "linear layers that get adapters, by the end of their names, such as [q_proj, v_proj]; all-linear: every"
+        " one below the output head",
+    )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
 
 
 class DataConfig(Section):
@@ -144,46 +153,19 @@ class RewardConfig(Section):
     model: str | None = key(
         None, "folder or hub id of a reward model with one scalar output; added to the function's reward"
     )
-    max_concurrency: int = key(32, "async reward calls in flight", "calls", ge=1)
+    max_concurrency: int = key(32, "async reward and environment calls in flight", "calls", ge=1)
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo", "ppo"] = key("grpo", "grpo: group-normalised advantages; ppo: critic and GAE")
-    normalize_std: bool = key(True, "grpo: divide a group's advantages by their standard deviation")
-    gamma: float = key(1.0, "ppo: discount per token", ge=0, le=1)
-    gae_lambda: float = key(0.95, "ppo: lambda of generalised advantage estimation", ge=0, le=1)
-    whiten_advantages: bool = key(True, "ppo: shift and scale the step's advantages to mean 0, deviation 1")
-    clip_low: float = key(0.2, "lower clip: ratio >= 1 - clip_low", ge=0, lt=1)
-    clip_high: float = key(0.2, "upper clip: ratio <= 1 + clip_high", ge=0)
-    dual_clip: float | None = key(None, "bound c > 1 on the loss of negative advantages (default: off)", gt=1)
-    reduction: Literal["token_mean", "sequence_mean", "sequence_mean_token_sum", "constant"] = key(
-        "token_mean",
-        "how token losses become one number; always over the whole update, never per micro-batch",
-    )
-    divisor_tokens: int | None = key(
+class AgentConfig(Section):
+    environment: str | None = key(
         None,
-        "reduction 'constant': divisor of every sequence's sum (default: rollout.max_new_tokens)",
-        "tokens",
-        ge=1,
+        "path/to/file.py:Class or package.module:Class; answers the model turn by turn (default: one response, no turns)",
     )
-    kl_coefficient: float = key(
-        0.0, "weight of the KL to the reference model; 0: no reference is loaded", ge=0
+    max_turns: int = key(
+        8, "responses of the model in an episode; rollout.max_new_tokens bounds all of them", "turns", ge=1
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = key(
-        "k3", "estimator of the KL; k1-as-loss has no expected gradient"
-    )
-    kl_placement: Literal["loss", "reward"] = key(
-        "loss", "add the KL to the loss, or subtract it from each token's reward"
-    )
-    entropy_coefficient: float = key(0.0, "weight of the entropy bonus", ge=0)
-    mask_truncated: bool = key(
-        False, "leave responses cut at max_new_tokens out of the loss and of their group's baseline"
-    )
-    gap_warn: float = key(
-        0.1, "warn when rollout and trainer log-probabilities differ by more on average", "nats", gt=0
-    )
-    gap_stop: float | None = key(
-        None, "stop the run at this average difference (default: never)", "nats", gt=0
+    timeout_s: float = key(
+        60.0, "longest call of the environment; a longer one ends its episode, which is left out", "s", gt=0
     )
 
 
@@ -244,6 +226,20 @@ class TrainConfig(Section):
     max_skipped_updates: int = key(10, "stop after so many non-finite updates in a row", "updates", ge=1)
 
 
+class CheckpointConfig(Section):
+    every_steps: int = key(
+        50,
+        "write a checkpoint every so many steps; 0: only at the end, at Ctrl-C and for the best evaluation",
+        "steps",
+        ge=0,
+    )
+    keep: int = key(2, "newest checkpoints kept, besides the best; 0: write none at all", "checkpoints", ge=0)
+    allow_changed: list[str] = key(
+        [],
+        "settings that may differ from the checkpoint's when a run is resumed, such as train.learning_rate",
+    )
+
+
 class ClusterConfig(Section):
     """On one device these have one allowed value each; they exist so that the same file grows to many devices."""
 
@@ -264,15 +260,18 @@ class Config(Section):
 
     run: RunConfig = Field(default_factory=RunConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     reward: RewardConfig = Field(default_factory=RewardConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
     preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @model_validator(mode="before")
@@ -310,10 +309,11 @@ def violations(config: Config, command: Command = "train") -> list[str]:
         )
     if command == "eval" and c.eval.path is None and c.data.path is None:
         out.append("eval.path: not given; set it to the held-out data set")
-    if command in ("train", "eval") and c.reward.function is None and c.reward.model is None:
+    rewarded = c.reward.function or c.reward.model or c.agent.environment
+    if command in ("train", "eval") and not rewarded:
         out.append("reward.function: not given; set it to path/to/file.py:function (or set reward.model)")
     if command == "train":
-        out += step_violations(c, grouped=c.algorithm.name == "grpo")
+        out += step_violations(c, grouped=c.algorithm.advantage in GROUPED_ADVANTAGES)
     return out + setting_violations(c)
 
 
@@ -331,6 +331,11 @@ def setting_violations(c: Config) -> list[str]:
             f"rollout.min_new_tokens: {c.rollout.min_new_tokens} is more than rollout.max_new_tokens"
             f" ({c.rollout.max_new_tokens})"
         )
+    if not c.lora.targets or "" in c.lora.targets:
+        out.append("lora.targets: names no layer; give names such as [q_proj, v_proj], or all-linear")
+    for name in ("alpha", "targets"):
+        if not c.lora.rank and getattr(c.lora, name) != getattr(LoraConfig(), name):
+            out.append(f"lora.{name}: not used without lora.rank; set lora.rank, such as 16, or drop it")
     for name in ("tp", "pp", "dp"):
         if getattr(c.cluster, name) > 1:
             out.append(
@@ -351,8 +356,8 @@ def step_violations(c: Config, *, grouped: bool) -> list[str]:
     a, per_update = c.algorithm, c.train.samples_per_update
     if grouped and c.rollout.samples_per_prompt == 1:
         out.append(
-            "rollout.samples_per_prompt: grpo compares the samples of a prompt with each other and needs at least 2"
-            " (a group of one has no spread)"
+            f"rollout.samples_per_prompt: {a.advantage} compares the samples of a prompt with each other and needs at"
+            " least 2 (a group of one has no spread)"
         )
     if per_update is not None and c.samples_per_step % per_update:
         out.append(
@@ -366,8 +371,15 @@ def step_violations(c: Config, *, grouped: bool) -> list[str]:
             f"train.microbatches_per_update: {c.train.microbatches_per_update} micro-batches cannot be filled from"
             f" the {per_update} samples of an update"
         )
-    if grouped and a.kl_placement == "reward" and a.kl_coefficient > 0:
-        out.append("algorithm.kl_placement: 'reward' needs per-token rewards, which grpo has not; use 'loss'")
+    elif a.filter_groups and c.rollout.samples_per_prompt == 1:
+        out.append(
+            "rollout.samples_per_prompt: algorithm.filter_groups drops every group of one sample, whose reward cannot"
+            " differ from another; use at least 2, or set algorithm.filter_groups to false"
+        )
+    if a.kl_target is not None and a.kl_coefficient == 0:
+        out.append(
+            "algorithm.kl_target: changes algorithm.kl_coefficient by a share of itself, which is 0; set that above 0"
+        )
     if a.divisor_tokens is not None and a.reduction != "constant":
         out.append(
             f"algorithm.divisor_tokens: only used by reduction 'constant', but the reduction is '{a.reduction}'"

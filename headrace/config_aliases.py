@@ -14,6 +14,9 @@ from headrace.errors import ConfigError
 ALIASES: dict[str, str] = {
     "model_name": "model.path",
     "enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "target_modules": "lora.targets",
     "rollout_batch_size": "train.prompts_per_step",
     "batch_size": "train.prompts_per_step",
     "train_batch_size": "train.samples_per_update",

@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from headrace.config import SHORTHAND, Command, Config, violations
+from headrace.config_algorithm import under_another_name
 from headrace.config_aliases import nearest_keys, suggest
 from headrace.config_explain import KeyInfo, all_keys, sections
 from headrace.errors import ConfigError
@@ -30,9 +31,11 @@ PATH_KEYS = (
     "data.path",
     "eval.path",
     "reward.function",
+    "agent.environment",
     "reward.model",
     "critic.path",
     "reference.path",
+    "algorithm.plugin",
 )
 
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
@@ -117,6 +120,9 @@ def load_config(
                     f"{section}.{key}: set to {from_overrides[section][key]!r} and by a flag to {value!r}; give one"
                 )
     for layer in (from_overrides, settings or {}):
+        name = layer.get("algorithm", {}).get("name")
+        if name is not None and "algorithm" in layered:
+            layered["algorithm"] = under_another_name(layered["algorithm"], name)
         for section, values in layer.items():
             layered.setdefault(section, {}).update(values)
     return _validate(layered, command, problems, used)
@@ -130,6 +136,12 @@ def from_mapping(raw: Mapping[str, Any], command: Command | None = None) -> Conf
     problems: list[str] = []
     layered, used = _normalise(raw, problems)
     return _validate(layered, command, problems, used)
+
+
+def set_values(config: Config) -> dict[str, dict[str, Any]]:
+    """The settings that were given or assigned, by section."""
+    sections = {name: getattr(config, name).model_dump(exclude_unset=True) for name in Config.model_fields}
+    return {name: values for name, values in sections.items() if values}
 
 
 def config_to_yaml(config: Config) -> str:
@@ -325,6 +337,9 @@ def _without(layered: Settings, bad: set[str]) -> Settings:
 
 def _wrong_value(info: KeyInfo, value: Any) -> str:
     got = str(value).lower() if isinstance(value, bool) else _short.repr(value)
+    choices = [kind for kind in info.kinds if isinstance(kind, str)]
+    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices, n=1)):
+        got += f"; did you mean '{close[0]}'?"
     unquoted = info.kinds[0] is str and value is not None and not isinstance(value, str)
     return f"{info.name}: expected {info.expected}, got {got}{' (put it in quotes)' if unquoted else ''}"
 

@@ -34,6 +34,8 @@ headrace config grpo.yaml train.learning_rate=2e-6 rollout.stop='["\\n\\n"]' --s
 - **Shorthand.** A section given as a single text sets one key: SHORTHAND_LIST.
 - **Order.** Defaults, then the file, then overrides `section.key=value` and flags. One key given twice with different
   values, by an override and by a flag, is an error.
+- **Presets.** `algorithm.name` sets further keys of its section, unless you do ([presets](algorithms.md#the-presets)).
+  The defaults below are those under `grpo`.
 - **Paths.** A relative path is looked for in the current folder, then beside the YAML file.
 - **Types.** YAML 1.2: `1e-5` is a number; `yes`, `no`, `on` and `off` are texts; `true` and `false` are the booleans. On
   the command line a text setting takes what you type as it is; other values are read as YAML. `null` unsets.

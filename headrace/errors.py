@@ -44,3 +44,7 @@ class RunError(HeadraceError):
 
 class RewardError(RunError):
     """A reward function raised or returned something unusable; the message shows the sample."""
+
+
+class AgentError(RunError):
+    """An environment raised or returned something unusable; the message shows the episode."""

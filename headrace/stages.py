@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from headrace.algorithms.kl_controller import KLController
     from headrace.config import Config
     from headrace.observe.metrics import MetricSums
 
@@ -19,7 +20,8 @@ class StageSpec:
 
     `reads` must exist before the stage runs, `optional` are used when they exist, `writes` exist afterwards.
     `sections` are the configuration sections whose keys the stage accepts as keyword arguments of `add_stage`.
-    A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows.
+    A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows, or
+    returns the batch with columns added and rows left out.
     One that `trains` updates the weights of its role; a `supervised` one learns given responses (sft).
     """
 
@@ -42,6 +44,12 @@ class StageContext:
     metrics: MetricSums
     evaluation: bool = False
     on_progress: Callable[[float], None] = field(default=lambda fraction: None)
+    kl: KLController | None = None  # the run's; without one the coefficient is the configured one
+
+    @property
+    def kl_coefficient(self) -> float:
+        """The weight of the KL to the reference in this step."""
+        return self.config.algorithm.kl_coefficient if self.kl is None else self.kl.coefficient
 
 
 def stage(
@@ -88,4 +96,5 @@ def column_stage(
 
     run.__stage_spec__ = StageSpec(reads=reads, writes=writes)  # type: ignore[attr-defined]
     run.__name__ = getattr(function, "__name__", "function")
+    run.__wrapped__ = function  # type: ignore[attr-defined]
     return run

@@ -42,6 +42,7 @@ SMALLER = {
     "prompts_per_step=32": "prompts_per_step=2",
     "benchmarks/rollout_cpu.py": f"{ROOT}/benchmarks/rollout_cpu.py --prompts 2 --samples 2"
     " --max-new-tokens 4 --repeats 1",
+    "benchmarks/memory_slope.py": f"{ROOT}/benchmarks/memory_slope.py --steps 6 --warm-up 2 --every 2",
 }
 # Links to files that runs make and a checkout need not have.
 MADE_BY_RUNS = {"docs/images/demo_curve.png", "docs/results.md"}

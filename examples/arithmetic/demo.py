@@ -71,7 +71,9 @@ def show(console: Console) -> None:
             f"  {prompt:>7} {text:>4} {mark(reward)}   ->  {later:>4} {mark(later_reward)}", highlight=False
         )
     console.print(f"\nwritten to {OUT}/sft and {OUT}/grpo, each with:", highlight=False)
-    console.print("  config.yaml  metrics.jsonl  samples.jsonl  tensorboard/  model/")
+    console.print(
+        "  config.yaml  metrics.jsonl  samples.jsonl  eval_samples.jsonl  tensorboard/  checkpoints/  model/"
+    )
 
 
 def samples(name: str) -> dict[str, tuple[str, float]]:

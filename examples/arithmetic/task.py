@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 DIGITS = "0123456789"
@@ -37,24 +38,28 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def make_model(folder: Path, seed: int) -> None:
-    """A 0.5M-parameter Qwen3 and a tokenizer with one token a character, as an ordinary Hugging Face folder."""
+def make_model(folder: Path, seed: int, characters: str = "+=", words: Sequence[str] = ()) -> None:
+    """A 0.5M-parameter Qwen3 and a tokenizer with one token a character, as an ordinary Hugging Face folder.
+
+    Its characters are the digits and `characters`; each of `words` is one token, too.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    vocabulary = {token: i for i, token in enumerate([END, UNKNOWN, *DIGITS, "+", "="])}
+    vocabulary = {token: i for i, token in enumerate([END, UNKNOWN, *DIGITS, *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=END, unk_token=UNKNOWN, model_max_length=64
     )
+    tokenizer.add_tokens(list(words))
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(vocabulary),
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=512,
         num_hidden_layers=2,

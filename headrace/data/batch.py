@@ -228,13 +228,17 @@ class Batch:
         """At most `parts` micro-batches with near-equal token counts, none empty; pairs stay whole as in `pack`."""
         return self._cut(lambda lengths: balance_rows(lengths, parts))
 
-    def _cut(self, cut: Callable[[list[int]], list[list[int]]]) -> list[Batch]:
-        """The batch as `cut` divides it, given the tokens of each piece that must stay whole."""
+    def pieces(self) -> list[list[int]]:
+        """Rows that no cut may part: those with the same value of row column `pair_id`, or each row by itself."""
         column = self.rows.get("pair_id", range(self.num_rows))
         pieces: dict[Any, list[int]] = {}
         for row, pair in enumerate(column.tolist() if isinstance(column, Tensor) else column):
             pieces.setdefault(pair, []).append(row)
-        whole = list(pieces.values())
+        return list(pieces.values())
+
+    def _cut(self, cut: Callable[[list[int]], list[list[int]]]) -> list[Batch]:
+        """The batch as `cut` divides it, given the tokens of each piece that must stay whole."""
+        whole = self.pieces()
         lengths = self.lengths.tolist()
         divided = cut([sum(lengths[row] for row in piece) for piece in whole])
         return [self.select(sorted(row for p in part for row in whole[p])) for part in divided if part]

@@ -110,6 +110,13 @@ class Loader:
         self._epoch, self._step = epoch, step
         self._order = self._permutation(epoch)
 
+    def move_near(self, state: Mapping[str, Any]) -> None:
+        """Goes where about as much of the epoch has been read as in `state`, whose rows or order may be others."""
+        read = int(state["step"]) * int(state["rows_per_step"]) * len(self.dataset) // int(state["rows"])
+        self._epoch = int(state["epoch"])
+        self._step = min(read // self.rows_per_step, self.steps_per_epoch - 1)
+        self._order = self._permutation(self._epoch)
+
     def _identity(self) -> dict[str, Any]:
         return {
             "rows": len(self.dataset),

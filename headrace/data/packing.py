@@ -12,20 +12,24 @@ def pack_rows(lengths: Sequence[int], tokens_per_microbatch: int) -> list[list[i
     A row longer than the budget stands alone. Every row appears exactly once; row order inside a micro-batch
     is ascending. Raises ValueError for a budget below 1.
     """
+    return pack_units([(length, [row]) for row, length in enumerate(lengths)], tokens_per_microbatch)
+
+
+def pack_units(units: Sequence[tuple[int, list[int]]], tokens_per_microbatch: int) -> list[list[int]]:
+    """`pack_rows` for units (tokens, rows) that must not be torn apart."""
     if tokens_per_microbatch < 1:
         raise ValueError(f"tokens_per_microbatch must be at least 1, got {tokens_per_microbatch}")
-    order = sorted(range(len(lengths)), key=lambda r: -lengths[r])
     bins: list[list[int]] = []
     free: list[int] = []
-    for row in order:
+    for tokens, rows in sorted(units, key=lambda unit: -unit[0]):
         for b, room in enumerate(free):
-            if lengths[row] <= room:
-                bins[b].append(row)
-                free[b] -= lengths[row]
+            if tokens <= room:
+                bins[b] += rows
+                free[b] -= tokens
                 break
         else:
-            bins.append([row])
-            free.append(tokens_per_microbatch - lengths[row])
+            bins.append(list(rows))
+            free.append(tokens_per_microbatch - tokens)
     return [sorted(b) for b in bins]
 
 

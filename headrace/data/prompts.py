@@ -37,6 +37,7 @@ RESERVED_COLUMNS = frozenset(
         "rollout_untruncated_logprobs",
         "group_id",
         "sample_index",
+        "greedy_baseline",
         "completion",
         "completion_ids",
         "pair_id",
@@ -51,6 +52,10 @@ RESERVED_COLUMNS = frozenset(
         "returns",
         "advantages",
         "loss_mask",
+        "turn_rewards",
+        "environment_reward",
+        "num_turns",
+        "episode",
     }
 )
 """Names that headrace gives to columns of a batch; a data column may not have them."""

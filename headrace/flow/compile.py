@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from headrace.algorithms.stages import grpo_advantages
+from headrace.agents.episode import EPISODE_COLUMNS
+from headrace.algorithms.find import algorithm_problems
+from headrace.algorithms.registry import ADVANTAGES
+from headrace.algorithms.stages import AdvantageStage
 from headrace.config import Config, setting_violations, step_violations
-from headrace.config_load import from_mapping
+from headrace.config_load import from_mapping, set_values
 from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
 from headrace.roles.role import ReaderRole, Role
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
@@ -64,6 +68,22 @@ class CheckedFlow:
         """True when a stage of this flow updates the weights of `role`."""
         return any(s.role is role and s.spec.trains for s in self.stages)
 
+    @property
+    def filters_groups(self) -> bool:
+        """True for a flow that replaces groups without spread (algorithm.filter_groups)."""
+        learns = any(s.spec.trains and not s.spec.supervised for s in self.stages)
+        return learns and self.config.algorithm.filter_groups
+
+    def cut_after(self, column: str) -> tuple[CheckedFlow, CheckedFlow]:
+        """(the stages that write `column` and all they depend on, the other stages), each in order."""
+        above = _ancestors(list(self.stages))
+        writers = {s.name for s in self.stages if column in s.spec.writes}
+        first = writers.union(*(above[name] for name in writers))
+        return (
+            replace(self, stages=tuple(s for s in self.stages if s.name in first)),
+            replace(self, stages=tuple(s for s in self.stages if s.name not in first)),
+        )
+
     def check_data(self, columns: set[str]) -> list[str]:
         """Violations of what stages ask of the data set's own columns."""
         available = set(columns) | DATA_COLUMNS
@@ -75,7 +95,7 @@ class CheckedFlow:
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
-            available |= set(stage.spec.writes)
+            available |= _written(stage, self.config)
         return out
 
 
@@ -88,13 +108,16 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
     config = _merged_config(flow, problems)
     ordered = _in_order(flow, problems)
     if ordered:
-        problems += _column_violations(ordered, set(flow.data_columns))
+        problems += _column_violations(ordered, set(flow.data_columns), config)
     problems += setting_violations(config)
+    problems += _environment_violations(flow, config)
     if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
-        problems += step_violations(config, grouped=any(s.function is grpo_advantages for s in flow.stages))
+        problems += algorithm_problems(config.algorithm)
+        problems += step_violations(config, grouped=any(f.advantage.grouped for f in _advantages(flow)))
         problems += _penalty_violations(flow, config)
+        problems += _filter_violations(ordered, config)
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(list(dict.fromkeys(problems)))
     return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns)
 
 
@@ -126,14 +149,14 @@ def _name_violations(flow: Graph) -> list[str]:
 
 
 def _merged_config(flow: Graph, problems: list[str]) -> Config:
-    """The flow's configuration with every stage's settings in it."""
-    values = flow.config.model_dump()
+    """The flow's configuration with every stage's settings in it, and the advantage that its stage computes."""
+    every, values = flow.config.model_dump(), set_values(flow.config)
     given: dict[tuple[str, str], tuple[str, Any]] = {}
     for stage in flow.stages:
         for name, value in stage.settings.items():
-            section = next((s for s in stage.spec.sections if name in values[s]), None)
+            section = next((s for s in stage.spec.sections if name in every[s]), None)
             if section is None:
-                known = {k for s in stage.spec.sections for k in values[s]}
+                known = {k for s in stage.spec.sections for k in every[s]}
                 problems.append(f"stage '{stage.name}': unknown setting '{name}'{_nearest(name, known)}")
                 continue
             before = given.setdefault((section, name), (stage.name, value))
@@ -141,12 +164,23 @@ def _merged_config(flow: Graph, problems: list[str]) -> Config:
                 problems.append(
                     f"{section}.{name}: stage '{before[0]}' sets {before[1]!r} and stage '{stage.name}' {value!r}"
                 )
-            values[section][name] = value
+            values.setdefault(section, {})[name] = value
+    for function in _advantages(flow):
+        chosen = values.setdefault("algorithm", {}).setdefault("advantage", function.advantage.name)
+        if chosen != function.advantage.name and chosen in ADVANTAGES:
+            problems.append(
+                f"algorithm.advantage: is '{chosen}', but a stage of flow '{flow.name}' computes"
+                f" '{function.advantage.name}'; leave the setting out, or use advantage_stage('{chosen}')"
+            )
     try:
         return from_mapping(values)
     except ConfigError as error:
         problems += error.violations
         return flow.config
+
+
+def _advantages(flow: Graph) -> list[AdvantageStage]:
+    return [s.function for s in flow.stages if isinstance(s.function, AdvantageStage)]
 
 
 def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
@@ -165,7 +199,13 @@ def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _column_violations(ordered: list[Stage], data_columns: set[str]) -> list[str]:
+def _written(stage: Stage, config: Config) -> set[str]:
+    """The columns a stage writes: those it declares, and those of episodes where it plays some."""
+    plays = stage.spec.makes_rows and isinstance(stage.role, Actor) and stage.role.plays(config)
+    return {*stage.spec.writes, *(EPISODE_COLUMNS if plays else ())}
+
+
+def _column_violations(ordered: list[Stage], data_columns: set[str], config: Config) -> list[str]:
     """What each stage reads must be written by a stage it depends on, directly or through others."""
     out: list[str] = []
     supervised = any(s.spec.supervised for s in ordered)
@@ -173,7 +213,7 @@ def _column_violations(ordered: list[Stage], data_columns: set[str]) -> list[str
     source = data_columns | given
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        for column in stage.spec.writes:
+        for column in sorted(_written(stage, config)):
             writers.setdefault(column, []).append(stage.name)
     above = _ancestors(ordered)
     for stage in ordered:
@@ -214,6 +254,26 @@ def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
     return above
 
 
+def _environment_violations(flow: Graph, config: Config) -> list[str]:
+    """What is wrong with the environment of the flow's rollout, where there is one."""
+    out: list[str] = []
+    for role in dict.fromkeys(s.role for s in flow.stages if s.spec.makes_rows):
+        try:
+            if isinstance(role, Actor):
+                role.find_environment(config)
+            plays = isinstance(role, Actor) and role.plays(config)
+        except ConfigError as error:
+            out += error.violations
+            continue
+        greedy = [f.advantage.name for f in _advantages(flow) if f.advantage.needs_greedy_baseline]
+        if plays and greedy:
+            out.append(
+                f"algorithm.advantage: '{greedy[0]}' compares with a greedy response, which episodes with an environment"
+                " (agent.environment) have none of; use another algorithm, such as rloo"
+            )
+    return out
+
+
 def _penalty_violations(flow: Graph, config: Config) -> list[str]:
     """A KL that is asked for must find its columns, or it would silently be none."""
     if config.algorithm.kl_coefficient == 0:
@@ -226,3 +286,24 @@ def _penalty_violations(flow: Graph, config: Config) -> list[str]:
         for column, example in zip(needed, ("reference.logprobs", "actor.logprobs"), strict=False)
         if column not in written
     ]
+
+
+def _filter_violations(ordered: list[Stage], config: Config) -> list[str]:
+    """Filtering groups runs the stages up to the reward again, so there must be such, and they must not train."""
+    if not config.algorithm.filter_groups or not ordered:
+        return []
+    written = {c for s in ordered for c in s.spec.writes}
+    out = [
+        f"algorithm.filter_groups: needs column '{column}', which no stage of this flow writes; set it to false"
+        for column in ("reward", "group_id")
+        if column not in written
+    ]
+    above = _ancestors(ordered)
+    before = {name for s in ordered if "reward" in s.spec.writes for name in above[s.name]}
+    out += [
+        f"algorithm.filter_groups: stage '{s.name}' trains and comes before the reward, so it cannot be repeated;"
+        " move it behind the reward, or set it to false"
+        for s in ordered
+        if s.spec.trains and s.name in before
+    ]
+    return out

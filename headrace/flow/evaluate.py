@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from headrace.algorithms.pass_at_k import pass_at_k
 from headrace.config import Config
 from headrace.data.batch import Batch
 from headrace.data.loader import all_batches
@@ -14,6 +17,7 @@ from headrace.flow.interrupt import InterruptGuard
 from headrace.flow.source import PreparedData
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress
+from headrace.rewards.stage import CORRECT
 from headrace.stages import StageContext
 
 
@@ -30,9 +34,51 @@ def evaluate(
         sums.merge(context.metrics)
         if flow.generates:
             samples += sample_records(batch)
+    if flow.generates:
+        _accuracy_metrics(sums, samples, flow.config.eval.samples_per_prompt)
     sums.add("time/eval_s", time.perf_counter() - started)
     metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}
     return metrics, samples
+
+
+def _accuracy_metrics(sums: MetricSums, samples: Sequence[Mapping[str, Any]], per_prompt: int) -> None:
+    """The standard error of eval/accuracy, and pass@k for k = 1, 2, 4, … where prompts have several samples.
+
+    Samples of a prompt are not independent, so the prompt is the unit: the error is the standard deviation of the
+    prompts' own accuracies (n - 1 in its denominator) over the square root of their number. Samples without a reward
+    count nowhere; a prompt with fewer than k others has no part in pass@k.
+    """
+    counts: dict[int, tuple[int, int]] = {}
+    for sample in samples:
+        reward = sample["reward"]
+        if reward is not None and not math.isnan(reward):
+            drawn, correct = counts.get(sample["prompt_id"], (0, 0))
+            counts[sample["prompt_id"]] = drawn + 1, correct + (reward >= CORRECT)
+    shares = [correct / drawn for drawn, correct in counts.values()]
+    if len(shares) > 1:
+        mean = math.fsum(shares) / len(shares)
+        squares = math.fsum((share - mean) ** 2 for share in shares)
+        sums.add("eval/accuracy_stderr", math.sqrt(squares / (len(shares) - 1) / len(shares)))
+    k = 1
+    while per_prompt > 1 and k <= per_prompt:
+        estimates = [pass_at_k(drawn, correct, k) for drawn, correct in counts.values() if drawn >= k]
+        sums.add(f"eval/pass_at_{k}", math.fsum(estimates), len(estimates))
+        k *= 2
+
+
+def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
+    """The step whose evaluation is best, among those after training began: by eval/accuracy, then by
+    eval/reward_mean, or for pairs by the smallest eval/loss; the earliest where several are equal. None where nothing
+    was measured."""
+    scores = {
+        step: (
+            metrics.get("eval/accuracy", -math.inf),
+            metrics.get("eval/reward_mean", -metrics.get("eval/loss", math.inf)),
+        )
+        for step, metrics in sorted(evaluations.items())
+        if step > 0 and not metrics.keys().isdisjoint(("eval/reward_mean", "eval/loss"))
+    }
+    return max(scores, key=lambda step: scores[step]) if scores else None
 
 
 def evaluation_rows(config: Config) -> int:
@@ -52,6 +98,7 @@ def sample_records(batch: Batch) -> list[dict[str, Any]]:
             "reward": rewards[r],
             "finish_reason": batch["finish_reason"][r],
             "num_tokens": int(batch["num_tokens"][r]),
+            **({"episode": batch["episode"][r]} if "episode" in batch else {}),
         }
         for r in range(batch.num_rows)
     ]

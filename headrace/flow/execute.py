@@ -27,15 +27,22 @@ def execute(
 ) -> Batch:
     """Runs every stage once over `batch` and returns it with all columns the stages wrote.
 
-    `label` replaces the stages' names on the display, and `share` (i, n) says that this is part i of n.
+    `label` replaces the stages' names on the display, and `share` (i, n) says that this is part i of n. A request to
+    stop is heeded until the first stage that trains: from there on the step is finished, so that actor and critic
+    have always seen the same steps.
     Raises RunError naming the stage when it does not write what it declared. What a stage raises itself passes
     through, with a note that names stage and step.
     """
+    training = False
     for stage in flow.stages:
-        guard.check()
+        if not training:
+            guard.check()
+        training = training or stage.spec.trains
         shown = label or stage.name
 
-        def report(fraction: float, shown: str = shown, safe: bool = stage.spec.makes_rows) -> None:
+        def report(
+            fraction: float, shown: str = shown, safe: bool = stage.spec.makes_rows and not training
+        ) -> None:
             if safe:  # a rollout may be dropped half-way; an update may not
                 guard.check()
             progress.stage(shown, (share[0] + fraction) / share[1])
@@ -54,7 +61,7 @@ def execute(
         if missing:
             raise RunError(f"stage '{stage.name}' declared column {missing[0]!r} but did not write it")
         if label is None:
-            context.metrics.add(f"time/{stage.name}_s", time.perf_counter() - started)
+            context.metrics.add_total(f"time/{stage.name}_s", time.perf_counter() - started)
     return batch
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
 from headrace.roles.role import Role
 from headrace.stages import StageSpec, column_stage, spec_of
 
@@ -69,7 +70,8 @@ class Graph:
             )
         if isinstance(function, RewardStage):
             self.notes += function.problems
-            if function.function is None and not function.problems and not function.add_model_score:
+            given = function.function is not None or function.add_model_score or self._has_environment()
+            if not given and not function.problems:
                 self.notes.append(f"stage '{name}': no function is given, so it would give every response 0")
         declared = spec_of(function)
         if declared is None:
@@ -77,3 +79,10 @@ class Graph:
         added = Stage(name, function, declared, names, dict(settings))
         self.stages.append(added)
         return added
+
+    def _has_environment(self) -> bool:
+        """True where an environment gives rewards of its own."""
+        return any(
+            isinstance(s.role, Actor) and (s.role.plays(self.config) or "environment" in s.settings)
+            for s in self.stages
+        )

@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headrace.algorithms.kl_controller import KLController
+from headrace.checkpoint.resume import Checkpoint
+from headrace.checkpoint.rng import seed_all
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
-from headrace.errors import ConfigError, DataError, HeadraceError, RunError
+from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.evaluate import evaluate, sample_records
-from headrace.flow.execute import execute
 from headrace.flow.interrupt import Interrupted, InterruptGuard
+from headrace.flow.keep import Keeper, earlier_run
+from headrace.flow.prepare import check_roles, prepare_both, prepare_roles, refuse_own_inputs
 from headrace.flow.source import PreparedData, prepare_data
+from headrace.flow.state import RunState
 from headrace.observe.log import RunLogger
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress, make_progress
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
-from headrace.roles.critic import Critic
 from headrace.roles.reward_model import RewardModel
 from headrace.stages import StageContext
 
@@ -59,99 +64,48 @@ class RunResult:
 def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
     """Runs a checked flow; see CompiledFlow.run."""
     config = flow.config
+    r = config.run
     if steps is not None and steps < 1:
         raise ConfigError(f"steps: must be at least 1, got {steps}")
-    data, held_out = prepare_both(flow, dataset, evaluation)
-    loader = Loader(
-        data.dataset,
-        data.rows_per_step,
-        shuffle=config.data.shuffle,
-        seed=config.run.seed,
-        key=data.rows_key,
-    )
-    total = steps or config.train.steps or steps_of(config.train.epochs, loader.steps_per_epoch)
-    check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
-    r = config.run
-    RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
-    _refuse_own_inputs(config)
-    torch.manual_seed(r.seed)
-    prepare_roles(flow, total)
-    if evaluation is not None:
-        prepare_roles(evaluation.flow, total, skip=flow.roles)
-    # only now: a configuration that turns out wrong while models load leaves no directory behind
-    directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix=flow.name)
-    directory.write_config(config_to_yaml(config))
-    return _Run(flow, loader, data, total, directory, evaluation, held_out).go()
+    with contextlib.ExitStack() as held:
+        checkpoint = None
+        if r.resume:
+            directory, checkpoint = earlier_run(config, held)
+        data, held_out = prepare_both(flow, dataset, evaluation)
+        loader = Loader(
+            data.dataset,
+            data.rows_per_step,
+            shuffle=config.data.shuffle,
+            seed=config.run.seed,
+            key=data.rows_key,
+        )
+        total = steps or config.train.steps or steps_of(config.train.epochs, loader.steps_per_epoch)
+        check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
+        state = RunState(flow, loader, total)
+        if checkpoint is not None:
+            state.check(checkpoint)
+        else:
+            RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
+            refuse_own_inputs(config)
+        seed_all(r.seed)
+        prepare_roles(flow, total)
+        if evaluation is not None:
+            prepare_roles(evaluation.flow, total, skip=flow.roles)
+        # only after the weights as the run starts are where they belong, such as in the reference
+        state.roles_loaded()
+        if checkpoint is not None:
+            state.restore(checkpoint)
+        else:
+            # only now: a configuration that turns out wrong while models load leaves no directory behind
+            directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix=flow.name)
+            held.enter_context(directory.locked())
+        directory.write_config(config_to_yaml(config))
+        return _Run(flow, loader, data, total, directory, evaluation, held_out, state, checkpoint).go()
 
 
 def steps_of(epochs: float, steps_per_epoch: int) -> int:
     """Steps that cover `epochs` passes; 1.1 x 10 is 11, whatever binary fractions make of it."""
     return max(1, math.ceil(round(epochs * steps_per_epoch, 6)))
-
-
-def _refuse_own_inputs(config: Config) -> None:
-    """run.overwrite must not delete what the run reads. Raises ConfigError naming the key."""
-    if not config.run.overwrite or config.run.name is None:
-        return
-    own = (Path(config.run.dir) / config.run.name).resolve()
-    given = {
-        "model.path": config.model.path,
-        "critic.path": config.critic.path,
-        "reference.path": config.reference.path,
-        "reward.model": config.reward.model,
-        "data.path": config.data.path,
-        "eval.path": config.eval.path,
-    }
-    problems = [
-        f"{key}: '{path}' lies in {own}, which run.overwrite would delete; choose another run.name"
-        for key, path in given.items()
-        if path is not None and Path(path).exists() and Path(path).resolve().is_relative_to(own)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def prepare_both(
-    flow: CheckedFlow, dataset: Any, evaluation: Evaluation | None
-) -> tuple[PreparedData, PreparedData | None]:
-    """Training and held-out data. Raises ConfigError with what is wrong with either."""
-    held_out, problems = None, []
-    if evaluation is not None:
-        try:
-            held_out = prepare_data(evaluation.flow, evaluation.dataset, key="eval")
-        except ConfigError as error:
-            problems = error.violations
-    try:
-        data = prepare_data(flow, dataset)
-    except ConfigError as error:
-        problems = list(dict.fromkeys([*error.violations, *problems]))
-    if problems:
-        raise DataError(problems)
-    return data, held_out
-
-
-def check_roles(flows: Sequence[CheckedFlow]) -> None:
-    """What can be known about every model without its weights. Raises ConfigError with all violations."""
-    roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
-    reader = flows[0].reader
-    problems = [p for role in roles if role is not reader for p in role.problems(reader)]
-    if problems:
-        raise ConfigError(problems)
-
-
-def prepare_roles(flow: CheckedFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
-    """Loads every role of the flow; the one that generates comes first, since others may copy it."""
-    passed = list(skip)
-    critics = any(isinstance(role, Critic) for role in flow.roles)
-    for role in sorted(flow.roles, key=lambda r: not isinstance(r, Actor)):
-        if role not in passed:
-            # while the critic warms up the actor rests, which must not shift its schedule
-            resting = flow.config.critic.warmup_steps if critics and isinstance(role, Actor) else 0
-            steps = max(1, total_steps - resting)
-            updates = steps * (flow.config.updates_per_step if flow.generates else 1)
-            role.prepare(
-                flow.config, total_updates=updates, trains=flow.trains(role), supervised=flow.supervised
-            )
 
 
 class _Run:
@@ -166,11 +120,16 @@ class _Run:
         directory: RunDirectory,
         evaluation: Evaluation | None,
         held_out: PreparedData | None,
+        state: RunState,
+        checkpoint: Checkpoint | None,
     ) -> None:
         self.flow, self.loader, self.data = flow, loader, data
         self.total_steps, self.directory = total_steps, directory
         self.evaluation, self.held_out = evaluation, held_out
+        self.keeper = Keeper(flow.config, directory, state, total_steps, checkpoint)
         self.result = RunResult(directory.path, 0, {})
+        self.kl = KLController(flow.config.algorithm.kl_coefficient, flow.config.algorithm.kl_target)
+        state.register("kl", self.kl)
 
     @property
     def config(self) -> Config:
@@ -178,33 +137,52 @@ class _Run:
 
     def go(self) -> RunResult:
         c = self.config.run
-        progress = make_progress(c.progress, self.total_steps, f"{self.flow.name}: {self.directory.path}")
+        sizes, logged = self.keeper.take_up(self.result)
+        title = f"{self.flow.name}: {self.directory.path}"
+        progress = make_progress(c.progress, self.total_steps, title, step=self.result.steps)
         log = RunLogger(
-            self.directory, tensorboard=c.tensorboard, samples_per_step=c.samples_per_step, seed=c.seed
+            self.directory,
+            tensorboard=c.tensorboard,
+            samples_per_step=c.samples_per_step,
+            seed=c.seed,
+            resume=sizes,
+            step=logged,
         )
         with InterruptGuard() as guard, log, progress:
             try:
-                self._evaluate(0, log, progress, guard)
-                for step in range(1, self.total_steps + 1):
+                self._begin(log, progress, guard)
+                for step in range(self.result.steps + 1, self.total_steps + 1):
                     self._step(step, log, progress, guard)
+                    self.keeper.write_if_due(self.result, log, progress)
             except Interrupted:
                 self.result.interrupted = True
             except HeadraceError:
                 # nothing is half done when these are raised, so what was learned so far is worth keeping
                 if self.result.steps > 0:
-                    self._save(progress)
-                    logger.info("the model as after step %d is in %s", self.result.steps, self.result.model)
+                    self._keep_what_there_is(log, progress)
                 raise
-            self._save(progress)
+            self._finish(log, progress)
         return self.result
+
+    def _begin(self, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
+        """What comes before the next step: the first evaluation, or the one that the checkpoint was taken in."""
+        result, pending = self.result, self.keeper.pending
+        self.keeper.mark(result, log, pending)
+        if pending is not None:
+            self._conclude(result.steps, pending, log, progress, guard)
+            self.keeper.write_if_due(result, log, progress)
+        elif result.steps == 0 and self.evaluation is not None and 0 not in result.evaluations:
+            metrics = self._run_evaluation(0, log, progress, guard)
+            log.log(0, metrics)
+            progress.update(0, metrics)
+            self.keeper.mark(result, log)
 
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started = time.perf_counter()
-        context = StageContext(self.config, step, self.total_steps, MetricSums())
-        prompts = self.loader.next()
+        context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
+        batch = run_step(self.flow, self.loader, context, progress, guard)
         position = self.loader.state_dict()
         epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
-        batch = execute(self.flow, prompts, context, progress, guard)
         m = context.metrics
         m.add("time/step_s", time.perf_counter() - started)
         m.add("train/step", step)
@@ -213,18 +191,28 @@ class _Run:
         m.add("data/prompts_truncated", self.data.dataset.truncated)
         if "sft/loss" in (so_far := m.means()):
             m.add("sft/perplexity", math.exp(min(so_far["sft/loss"], 700.0)))
+        if self.keeper.written_s is not None:
+            m.add("time/checkpoint_s", self.keeper.written_s)
+            self.keeper.written_s = None
         _memory_metrics(m)
-        metrics = m.means()
+        if self.flow.generates:
+            log.log_samples(step, sample_records(batch))
+        self._conclude(step, m.means(), log, progress, guard)
+        self._watch_gap(step, self.result.metrics)
+
+    def _conclude(
+        self, step: int, metrics: dict[str, float], log: RunLogger, progress: Progress, guard: InterruptGuard
+    ) -> None:
+        """Evaluates where that is due and logs the step, which is done whatever ends its evaluation."""
+        self.result.steps, self.result.metrics = step, metrics
+        self.keeper.mark(self.result, log, pending=metrics)
         try:
-            metrics |= self._due_evaluation(step, progress, guard)
+            metrics = metrics | self._due_evaluation(step, log, progress, guard)
         finally:
-            # the step itself is done, whatever ends its evaluation
             log.log(step, metrics)
-            if self.flow.generates:
-                log.log_samples(step, sample_records(batch))
             progress.update(step, metrics)
-            self.result.steps, self.result.metrics = step, metrics
-        self._watch_gap(step, metrics)
+            self.result.metrics = metrics
+        self.keeper.mark(self.result, log)
 
     def _watch_gap(self, step: int, metrics: dict[str, float]) -> None:
         gap, a = metrics.get("gap/abs_logprob_mean"), self.config.algorithm
@@ -243,25 +231,48 @@ class _Run:
                 a.gap_warn,
             )
 
-    def _due_evaluation(self, step: int, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
+    def _due_evaluation(
+        self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard
+    ) -> dict[str, float]:
         e = self.evaluation
         if e is None:
             return {}
         due = step == self.total_steps or (e.every_steps > 0 and step % e.every_steps == 0)
-        return self._run_evaluation(step, progress, guard) if due else {}
+        return self._run_evaluation(step, log, progress, guard) if due else {}
 
-    def _evaluate(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
-        if self.evaluation is not None:
-            metrics = self._run_evaluation(step, progress, guard)
-            log.log(step, metrics)
-            progress.update(step, metrics)
-
-    def _run_evaluation(self, step: int, progress: Progress, guard: InterruptGuard) -> dict[str, float]:
+    def _run_evaluation(
+        self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard
+    ) -> dict[str, float]:
         if self.evaluation is None or self.held_out is None:
             return {}
-        metrics, _ = evaluate(self.evaluation.flow, self.held_out, step, progress, guard)
+        metrics, samples = evaluate(self.evaluation.flow, self.held_out, step, progress, guard)
+        log.log_evaluation_samples(step, samples)
         self.result.evaluations[step] = metrics
         return metrics
+
+    def _finish(self, log: RunLogger, progress: Progress) -> None:
+        """The last checkpoint and the model; where the first cannot be written the second may still fit."""
+        failed: RunError | None = None
+        try:
+            self.keeper.write(self.result, log, progress)
+        except RunError as error:
+            failed = error
+        self._save(progress)
+        if failed is not None:
+            raise failed
+
+    def _keep_what_there_is(self, log: RunLogger, progress: Progress) -> None:
+        """After an error, which is raised in any case."""
+        try:
+            if not self.keeper.state.can_be_saved:
+                logger.warning("the error came within a step, so the newest checkpoint is an earlier one")
+                self._save(progress)
+            else:
+                self._finish(log, progress)
+        except RunError as error:
+            logger.error("%s", error)
+        if self.result.model is not None:
+            logger.info("the model as after step %d is in %s", self.result.steps, self.result.model)
 
     def _save(self, progress: Progress) -> None:
         if not self.config.run.save_final:

@@ -6,14 +6,18 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.agents.environment import role_of
+from headrace.agents.turn_format import check_turns
 from headrace.config import Config, DataConfig
 from headrace.data.dataset import HFDataset, Rows, load_rows
 from headrace.data.pairs import PairDataset
 from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
+from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 from headrace.models.hf import LOADING_ERRORS, first_line
+from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import ReaderRole
 
@@ -104,6 +108,9 @@ def _tokenized(
             f" {limit} tokens a sequence may have (rollout.max_sequence_tokens, or the model's positions)"
         )
     builder = PromptBuilder(role.tokenizer, options, room)
+    make = role.find_environment(config) if isinstance(role, Actor) else None
+    if make is not None:
+        check_turns(role.tokenizer, role_of(make), config.data, options)
     prompts = PromptDataset.build(rows, builder, key=key)
     _check_cache(config, max(map(len, prompts.prompt_ids)))
     return PreparedData(prompts, config.train.prompts_per_step, "train.prompts_per_step")
@@ -134,7 +141,7 @@ def position_limit(role: ReaderRole) -> int | None:
     """The model's longest sequence, read from its config.json without its weights (None: not stated)."""
     if role.loaded is not None:
         return role.loaded.max_positions
-    path = find_model(str(role.model_config.path), role.key)
+    path = weights_source(find_model(str(role.model_config.path), role.key), role.key)
     if path.endswith(".gguf"):
         return None
     from transformers import AutoConfig

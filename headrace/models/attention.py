@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,11 +44,24 @@ class PackedAttention:
     sequence's tail is only ever *after* its own tokens, so causality alone keeps it out and no mask is needed.
     `waste` bounds the share of a bucket's slots that hold no token. On CUDA, half precision takes one
     variable-length kernel instead (models/varlen.py).
+
+    `expand` [sum(lengths)] (CPU, int64) says that sequences share tokens: token i of the sequences end to end is token
+    `expand[i]` of the pack, and every token of the pack is some sequence's (data/prefixes.py).
     """
 
-    def __init__(self, lengths: Sequence[int], device: torch.device | str, waste: float = 0.15) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str,
+        waste: float = 0.15,
+        expand: Tensor | None = None,
+    ) -> None:
         device = torch.device(device)
-        self.num_tokens = sum(lengths)
+        self.num_tokens = sum(lengths) if expand is None else int(expand.max()) + 1
+        self._expand: Tensor | None = None
+        self._first: Tensor | None = None  # [pack] one place of each token among the sequences' tokens
+        if expand is not None:
+            self._expand, self._first = expand.to(device), _first_places(expand).to(device)
         self._varlen: VarlenAttention | None = None
         if device.type == "cuda" and varlen_is_available():
             self._varlen = VarlenAttention(lengths, device)
@@ -58,7 +72,7 @@ class PackedAttention:
     def _make_buckets(self) -> list[tuple[Tensor, int, int]]:
         lengths, device = self._lengths, self._device
         buckets: list[tuple[Tensor, int, int]] = []
-        scatter = torch.zeros(self.num_tokens, dtype=torch.int64)
+        scatter = torch.zeros(sum(lengths), dtype=torch.int64)
         starts = [0]
         for n in lengths:
             starts.append(starts[-1] + n)
@@ -73,16 +87,21 @@ class PackedAttention:
                     slot + b * longest, slot + b * longest + n
                 )
             slot += len(rows) * longest
-            buckets.append((index.flatten().to(device), len(rows), longest))
-        self._scatter = scatter.to(device)
-        self._trivial = len(buckets) == 1 and buckets[0][1] * buckets[0][2] == self.num_tokens
+            flat = index.flatten().to(device)
+            buckets.append((flat if self._expand is None else self._expand[flat], len(rows), longest))
+        self._scatter = scatter.to(device) if self._first is None else scatter.to(device)[self._first]
+        shared = self._expand is not None
+        self._trivial = not shared and len(buckets) == 1 and buckets[0][1] * buckets[0][2] == self.num_tokens
         return buckets
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         if self._varlen is not None and query.dtype in KERNEL_DTYPES:
-            return self._varlen.attend(query, key, value, scale=scale, window=window)
+            if self._expand is None or self._first is None:
+                return self._varlen.attend(query, key, value, scale=scale, window=window)
+            whole = (x[self._expand] for x in (query, key, value))
+            return self._varlen.attend(*whole, scale=scale, window=window)[self._first]
         if self._buckets is None:
             self._buckets = self._make_buckets()
         gqa = query.shape[1] != key.shape[1]
@@ -107,6 +126,14 @@ class PackedAttention:
             distance = ahead[:, None] - ahead[None, :]
             self._masks[length, window] = (distance >= 0) & (distance < window)
         return self._masks[length, window]
+
+
+def _first_places(expand: Tensor) -> Tensor:
+    """[max + 1] the first place of each value of `expand`, which holds all values from 0 on."""
+    values = expand.numpy()
+    first = np.empty(int(values.max()) + 1, dtype=np.int64)
+    first[values[::-1]] = np.arange(len(values) - 1, -1, -1)  # of several, numpy keeps the last written
+    return torch.from_numpy(first)
 
 
 def bucket_by_length(lengths: Sequence[int], waste: float) -> list[list[int]]:

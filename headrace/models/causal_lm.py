@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext, PackedAttention
+from headrace.models.lora import Adapters
 
 
 @dataclass(frozen=True)
@@ -34,10 +35,13 @@ class OutputHead:
 class Backbone(nn.Module):
     """The transformer below the head, shared by policies, critics and reward models."""
 
-    def __init__(self, hf: Any, tokenizer: Any) -> None:
+    adapters: Adapters | None  # None: the whole model trains
+
+    def __init__(self, hf: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
         super().__init__()
         self.hf = hf
         self.tokenizer = tokenizer
+        self.adapters = adapters
         self.text_config = hf.config.get_text_config()
 
     @property
@@ -64,6 +68,27 @@ class Backbone(nn.Module):
         )
         return out.last_hidden_state[0]
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """What training changes, by its name in `hf`: every parameter (tied ones once), or only the adapters'."""
+        everything = dict(self.hf.named_parameters())
+        if self.adapters is None:
+            return everything
+        return {name: everything[name] for name in (*self.adapters.names, *self._trained_beside_adapters())}
+
+    def _trained_beside_adapters(self) -> list[str]:
+        return []
+
+    def set_trainable(self, trains: bool) -> None:
+        """Gradients for exactly the trained parameters, or for none."""
+        self.hf.requires_grad_(False)
+        if trains:
+            for parameter in self.trained_parameters().values():
+                parameter.requires_grad_(True)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """The tensors of `trained_parameters`, not copied: what a checkpoint of this model has to hold."""
+        return {name: parameter.detach() for name, parameter in self.trained_parameters().items()}
+
     def use_gradient_checkpointing(self) -> None:
         """Recompute each layer's activations in the backward pass.
 
@@ -80,8 +105,10 @@ class Backbone(nn.Module):
 class CausalLM(Backbone):
     """A policy: wraps a `PreTrainedModel` with a language-model head (see models/hf.py)."""
 
-    def __init__(self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...]) -> None:
-        super().__init__(hf, tokenizer)
+    def __init__(
+        self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...], adapters: Adapters | None = None
+    ) -> None:
+        super().__init__(hf, tokenizer, adapters)
         self.eos_token_ids = eos_token_ids
 
     @property
@@ -119,11 +146,15 @@ class ScalarModel(Backbone):
     always computed in float32.
     """
 
+    def _trained_beside_adapters(self) -> list[str]:
+        """The head, which has no trained weights to add to."""
+        return [f"score.{name}" for name, _ in self.hf.score.named_parameters()]
+
     def scalars(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] → float32 [T]."""
-        head = self.hf.score
-        bias = head.bias.float() if head.bias is not None else None
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
+        """hidden [T, H] → float32 [T], or float64 where hidden is."""
+        head, dtype = self.hf.score, torch.promote_types(torch.float32, hidden.dtype)
+        bias = head.bias.to(dtype) if head.bias is not None else None
+        return nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
 
 
 @torch.no_grad()

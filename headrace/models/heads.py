@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import Any, Literal
 
 import torch
 
 from headrace.errors import ConfigError
 from headrace.models import attention
+from headrace.models.adapter_folder import adapter_folder, load_adapters
 from headrace.models.causal_lm import CausalLM, ScalarModel, verify_against_hf
 from headrace.models.find import find_model
 from headrace.models.hf import (
@@ -18,14 +20,17 @@ from headrace.models.hf import (
     no_progress_bars,
     require_weights,
 )
+from headrace.models.lora import base_state, inject
 
 
 def critic_from(
     actor: CausalLM, gradient_checkpointing: bool = False, key: str = "critic.path"
 ) -> ScalarModel:
-    """A critic whose transformer starts as a copy of the actor's and whose values start at exactly 0.
+    """A critic whose transformer starts as the actor's and whose values start at exactly 0.
 
-    Raises ConfigError naming `key` when transformers has no scalar-head class for the architecture.
+    Of an actor with adapters it shares the frozen weights, and gets adapters of its own that start as the actor's;
+    otherwise it is a copy. Raises ConfigError naming `key` when transformers has no scalar-head class for the
+    architecture.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -41,9 +46,18 @@ def critic_from(
         ) from error
     _one_linear_head(hf, key)
     hf.to(device=actor.device, dtype=actor.dtype).eval()
-    hf.base_model.load_state_dict(actor.hf.base_model.state_dict())
+    own = actor.adapters
+    adapters = None
+    if own is None:
+        hf.base_model.load_state_dict(actor.hf.base_model.state_dict())
+    else:
+        shared = base_state(actor.hf.base_model)
+        hf.base_model.load_state_dict(shared, assign=True)
+        adapters = inject(hf, copy.deepcopy(own.settings), own.base)
+        trained = {name: p.detach() for name, p in actor.hf.named_parameters() if name in set(own.names)}
+        hf.load_state_dict(trained, strict=False)
     torch.nn.init.zeros_(hf.score.weight)
-    critic = ScalarModel(hf, actor.tokenizer)
+    critic = ScalarModel(hf, actor.tokenizer, adapters)
     verify_against_hf(critic)
     if gradient_checkpointing:
         critic.use_gradient_checkpointing()
@@ -55,7 +69,7 @@ def load_scalar_model(
     *,
     key: str,
     device: torch.device | str,
-    dtype: torch.dtype,
+    dtype: torch.dtype | Literal["auto"],
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     needs_head: bool = True,
@@ -63,18 +77,20 @@ def load_scalar_model(
 ) -> ScalarModel:
     """Loads a folder or hub id with a one-label sequence-classification head.
 
-    With `needs_head` (a reward model) a folder without a trained `score` is refused; otherwise (a critic, or a reward
-    model to be trained) the missing head starts at 0. `tokenizer`: default that of the folder.
-    Raises ConfigError naming `key`.
+    An adapter folder gives its base, its adapters and its head. With `needs_head` (a reward model) a folder without a
+    trained `score` is refused; otherwise (a critic, or a reward model to be trained) the missing head starts at 0.
+    `tokenizer`: default that of the folder. Raises ConfigError naming `key`.
     """
     from transformers import AutoModelForSequenceClassification
 
     attention.register()
     path = find_model(path, key)
+    adapter = adapter_folder(path, key)
+    weights = adapter.base if adapter is not None else path
     try:
         with no_loading_report(), no_progress_bars():
             hf, info = AutoModelForSequenceClassification.from_pretrained(
-                path,
+                weights,
                 num_labels=1,
                 dtype=dtype,
                 attn_implementation=attention.IMPLEMENTATION,
@@ -83,21 +99,25 @@ def load_scalar_model(
             )
     except LOADING_ERRORS as error:
         raise ConfigError(
-            f"{key}: '{path}' cannot be loaded with one scalar output: {first_line(error)}"
+            f"{key}: '{weights}' cannot be loaded with one scalar output: {first_line(error)}"
         ) from error
     _one_linear_head(hf, key)
     missing = {name for name in info["missing_keys"] if name.startswith("score.")}
+    require_weights(set(info["missing_keys"]) - missing, weights, key)
+    adapters = None
+    if adapter is not None:
+        adapters = load_adapters(hf, adapter, key)
+        missing -= adapter.head_names(key)
     if missing and needs_head:
         raise ConfigError(
             f"{key}: '{path}' has no trained scalar head (missing {', '.join(sorted(missing))})"
         )
-    require_weights(set(info["missing_keys"]) - missing, path, key)
     hf.to(device).eval()
     if missing:
         torch.nn.init.zeros_(hf.score.weight)
     if tokenizer is None:
         tokenizer = load_tokenizer(path, trust_remote_code, key)
-    model = ScalarModel(hf, tokenizer)
+    model = ScalarModel(hf, tokenizer, adapters)
     try:
         verify_against_hf(model)
     except ConfigError as error:

@@ -9,16 +9,18 @@ import logging
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
 from headrace.errors import ConfigError, MissingExtraError
 from headrace.models import attention
+from headrace.models.adapter_folder import adapter_folder, load_adapters, tokenizer_source
 from headrace.models.causal_lm import CausalLM, verify_against_hf
 from headrace.models.find import find_model
 from headrace.models.gguf_tokenizer import repair_gguf_tokenizer
+from headrace.models.lora import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +69,13 @@ def _gguf_arguments(path: Path) -> tuple[str, dict[str, Any]]:
 def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model.path") -> Any:
     """The tokenizer of a folder, hub id or GGUF file (checked against the file, see models/gguf_tokenizer.py).
 
+    An adapter folder without one has its base's.
+
     Raises ConfigError naming `key` when it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    path = find_model(path, key)
+    path = tokenizer_source(find_model(path, key), key)
     source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **extra)
@@ -90,23 +94,26 @@ def load_causal_lm(
     key: str = "model.path",
     tokenizer: Any = None,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | Literal["auto"] = torch.float32,
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     verify: bool = True,
 ) -> CausalLM:
     """Loads weights and tokenizer, in evaluation mode, and checks the forward pass against the model's own.
 
-    `tokenizer` is one already loaded, or the folder or hub id of one (default: `path`). Raises ConfigError naming
-    `key` when the folder cannot be read or lacks weights, the architecture is not a causal language model, or
-    headrace's forward disagrees with the model's own.
+    `path` may be an adapter folder: its base is loaded and the adapter put into it. `tokenizer` is one already loaded,
+    or the folder or hub id of one (default: `path`). `dtype` "auto" is the one the weights are stored in. Raises
+    ConfigError naming `key` when the folder cannot be read or lacks weights, the architecture is not a causal language
+    model, or headrace's forward disagrees with the model's own.
     """
     from transformers import AutoModelForCausalLM
 
     attention.register()
     path = find_model(path, key)
     logger.info("loading %s", path)
-    source, extra = _gguf_arguments(Path(path)) if path.endswith(".gguf") else (path, {})
+    adapter = adapter_folder(path, key)
+    weights = adapter.base if adapter is not None else path
+    source, extra = _gguf_arguments(Path(weights)) if weights.endswith(".gguf") else (weights, {})
     if extra:
         from transformers import GgufConfig
 
@@ -122,13 +129,19 @@ def load_causal_lm(
                 **extra,
             )
     except LOADING_ERRORS as error:
-        raise ConfigError(f"{key}: '{path}' cannot be loaded: {first_line(error)}") from error
-    require_weights(info["missing_keys"], path, key)
+        raise ConfigError(f"{key}: '{weights}' cannot be loaded: {first_line(error)}") from error
+    require_weights(info["missing_keys"], weights, key)
+    adapters = load_adapters(hf, adapter, key) if adapter is not None else None
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = load_tokenizer(tokenizer or path, trust_remote_code, key)
     try:
         return wrap(
-            hf, tokenizer, device=device, gradient_checkpointing=gradient_checkpointing, verify=verify
+            hf,
+            tokenizer,
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+            verify=verify,
+            adapters=adapters,
         )
     except ConfigError as error:
         raise ConfigError(f"{key}: '{path}': {error}") from error
@@ -149,6 +162,7 @@ def wrap(
     device: torch.device | str = "cpu",
     gradient_checkpointing: bool = False,
     verify: bool = True,
+    adapters: Adapters | None = None,
 ) -> CausalLM:
     """A CausalLM around a transformers model already in memory. Its dtype is kept; dropout is off for good."""
     attention.register()
@@ -157,7 +171,7 @@ def wrap(
     if torch.device(device).type == "cuda":
         # cuDNN builds a plan for every new shape, and ragged batches have new shapes at every step
         torch.backends.cuda.enable_cudnn_sdp(False)
-    model = CausalLM(hf, tokenizer, eos_token_ids(hf, tokenizer))
+    model = CausalLM(hf, tokenizer, eos_token_ids(hf, tokenizer), adapters)
     if verify:
         verify_against_hf(model)
     if gradient_checkpointing:
@@ -167,7 +181,7 @@ def wrap(
 
 def copy_causal_lm(model: CausalLM) -> CausalLM:
     """A second, independent copy of the weights (the frozen reference)."""
-    return CausalLM(copy.deepcopy(model.hf), model.tokenizer, model.eos_token_ids)
+    return CausalLM(copy.deepcopy(model.hf), model.tokenizer, model.eos_token_ids, model.adapters)
 
 
 @contextlib.contextmanager

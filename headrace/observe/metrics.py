@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor
+Kind = Literal["mean", "total", "maximum", "minimum"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,13 @@ _BUILT_IN = (
         "fraction",
         "Prompts whose samples all got the same reward: they teach a group-normalised algorithm nothing.",
     ),
+    Metric("reward/overlong_penalty", "reward", "Mean length penalty taken off a response's reward."),
+    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy responses that remax compares with."),
+    Metric(
+        "reward/filtered_group_fraction",
+        "fraction",
+        "Prompts drawn whose samples all got the same reward, dropped by algorithm.filter_groups.",
+    ),
     Metric("rollout/response_tokens_mean", "tokens", "Mean length of a response, end token included."),
     Metric("rollout/response_tokens_max", "tokens", "Longest response of the step."),
     Metric("rollout/prompt_tokens_mean", "tokens", "Mean length of a prompt."),
@@ -69,14 +77,29 @@ _BUILT_IN = (
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens generated per second of the rollout stage."),
     Metric("rollout/samples", "samples", "Responses generated in the step."),
     Metric("rollout/tokens", "tokens", "Response tokens generated in the step."),
+    Metric("rollout/refills", "draws", "Times more prompts were drawn to replace filtered ones."),
+    Metric("agent/turns_mean", "turns", "Responses of the model in an episode."),
+    Metric("agent/environment_tokens_mean", "tokens", "Tokens that the environment wrote in an episode."),
+    Metric("agent/max_turns_fraction", "fraction", "Episodes that ended at agent.max_turns."),
+    Metric("agent/timeout_fraction", "fraction", "Episodes left out since a call took over agent.timeout_s."),
+    Metric("agent/reward_mean", "reward", "Mean over episodes of what the environment itself gave."),
+    Metric("agent/environment_s", "s", "Wall-clock time of the step's calls of environments."),
+    Metric(
+        "agent/part/<name>",
+        "number",
+        "Mean over episodes of a number that the environment names in Step.metrics, such as tool_calls.",
+    ),
     Metric("actor/loss", "loss", "What the optimizer minimised: policy loss, KL and entropy terms together."),
-    Metric("actor/policy_loss", "loss", "The clipped policy-gradient loss alone."),
+    Metric("actor/policy_loss", "loss", "The loss that algorithm.loss names, alone."),
     Metric(
         "actor/kl", "nats", "KL of the policy to the reference, per response token, before its coefficient."
     ),
+    Metric(
+        "actor/kl_coefficient", "ratio", "Weight of the KL in the step, where algorithm.kl_target moves it."
+    ),
     Metric("actor/entropy", "nats", "Mean entropy of the policy's next-token distribution."),
     Metric("actor/ratio_mean", "ratio", "Mean probability ratio of the new to the old policy; 1 on-policy."),
-    Metric("actor/clip_fraction", "fraction", "Response tokens whose loss was clipped."),
+    Metric("actor/clip_fraction", "fraction", "Response tokens on which a clip bound took effect."),
     Metric("actor/dual_clip_fraction", "fraction", "Response tokens bounded by algorithm.dual_clip."),
     Metric("actor/grad_norm", "norm", "Global gradient norm of the actor before clipping."),
     Metric("actor/learning_rate", "rate", "Learning rate of the actor, mean over the step's updates."),
@@ -105,6 +128,16 @@ _BUILT_IN = (
     Metric(
         "gap/kl", "nats", "KL of the rollout to the trainer distribution, estimated on the sampled tokens."
     ),
+    Metric(
+        "importance/weight_mean",
+        "ratio",
+        "Mean importance weight, trainer over rollout probability, before algorithm.importance_cap.",
+    ),
+    Metric(
+        "importance/capped_fraction",
+        "fraction",
+        "Response tokens whose importance weight was above the cap: truncated or masked out.",
+    ),
     Metric("sft/loss", "nats", "Mean negative log-likelihood of a target token."),
     Metric("sft/perplexity", "ratio", "exp of sft/loss."),
     Metric("sft/tokens", "tokens", "Target tokens trained on in the update."),
@@ -123,16 +156,29 @@ _BUILT_IN = (
     Metric("eval/margin", "reward", "Mean reward of the chosen minus the rejected response, held-out pairs."),
     Metric("eval/chosen_reward", "reward", "Mean reward of the chosen responses of held-out pairs."),
     Metric("eval/rejected_reward", "reward", "Mean reward of the rejected responses of held-out pairs."),
+    Metric(
+        "eval/accuracy_stderr",
+        "fraction",
+        "Standard error of eval/accuracy, with the prompt as the unit: prompts' accuracies, their deviation / sqrt(n).",
+    ),
+    Metric(
+        "eval/pass_at_<k>",
+        "fraction",
+        "Chance that one of k samples of a prompt is correct (reward of at least 1): unbiased, mean over prompts.",
+    ),
     Metric("eval/reward_mean", "reward", "Mean reward of held-out responses."),
     Metric("eval/part/<name>", "reward", "Mean of one named part of the reward on held-out responses."),
     Metric("eval/response_tokens_mean", "tokens", "Mean length of a held-out response."),
     Metric("eval/truncated_fraction", "fraction", "Held-out responses cut at rollout.max_new_tokens."),
+    Metric("eval/agent/<name>", "as agent/<name>", "The metric agent/<name> on held-out episodes."),
+    Metric("eval/agent/part/<name>", "number", "The metric agent/part/<name> on held-out episodes."),
     Metric("eval/rows", "rows", "Held-out rows, or pairs, that were evaluated, each once."),
     Metric("data/epoch", "epochs", "Passes over the data set so far, with fraction."),
     Metric("data/prompts_dropped", "prompts", "Prompts over data.max_prompt_tokens that were dropped."),
     Metric("data/prompts_truncated", "prompts", "Prompts over data.max_prompt_tokens that were cut."),
     Metric("time/step_s", "s", "Wall-clock time of the whole step."),
     Metric("time/eval_s", "s", "Wall-clock time of the evaluation."),
+    Metric("time/checkpoint_s", "s", "Wall-clock time of the checkpoint written after the step before."),
     Metric("time/<stage>_s", "s", "Wall-clock time of one stage of the step."),
     Metric("memory/peak_device_bytes", "bytes", "Highest memory allocated on the device so far."),
     Metric("memory/peak_resident_bytes", "bytes", "Highest resident memory of the process so far."),
@@ -182,13 +228,13 @@ class MetricSums:
     """Metrics pooled over micro-batches and workers: a mean is the sum of totals over the sum of counts.
 
     So 3 of 12 and 3 of 4 pool to 6/16 = 0.375, not to the mean of the two means. Tensors stay on their
-    device until `means()`, so that adding never waits for the device. A name is a mean, a total or a maximum,
-    not two of them. Every method raises ValueError for an undocumented name, for a name used in two of these
+    device until `means()`, so that adding never waits for the device. A name is a mean, a total, a maximum or a
+    minimum, not two of them. Every method raises ValueError for an undocumented name, for a name used in two of these
     ways and for a tensor of several values.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[str, Literal["mean", "total", "maximum"]] = {}
+        self._kinds: dict[str, Kind] = {}
         self._values: dict[str, Number] = {}
         self._counts: dict[str, Number] = {}
 
@@ -213,6 +259,13 @@ class MetricSums:
         value = _scalar(name, value)
         self._values[name] = _larger(self._values[name], value) if name in self._values else value
 
+    def add_min(self, name: str, value: Number) -> None:
+        """Keeps the smallest value; NaN wins over every number."""
+        self._claim(name, "minimum")
+        value = _scalar(name, value)
+        # the smaller of two numbers is the larger of their negatives, negated
+        self._values[name] = -_larger(-self._values[name], -value) if name in self._values else value
+
     def merge(self, other: MetricSums) -> None:
         """Pools the sums of another micro-batch or worker into these."""
         for name, kind in other._kinds.items():
@@ -220,11 +273,13 @@ class MetricSums:
                 self.add(name, other._values[name], other._counts[name])
             elif kind == "total":
                 self.add_total(name, other._values[name])
-            else:
+            elif kind == "maximum":
                 self.add_max(name, other._values[name])
+            else:
+                self.add_min(name, other._values[name])
 
     def means(self) -> dict[str, float]:
-        """Means, totals and maxima as Python floats; a mean over a count of 0 is absent, never NaN.
+        """Means, totals, maxima and minima as Python floats; a mean over a count of 0 is absent, never NaN.
 
         Waits for the device, once.
         """
@@ -235,7 +290,7 @@ class MetricSums:
             name: value / counts.get(name, 1.0) for name, value in values.items() if counts.get(name, 1.0) > 0
         }
 
-    def _claim(self, name: str, kind: Literal["mean", "total", "maximum"]) -> None:
+    def _claim(self, name: str, kind: Kind) -> None:
         describe(name)
         if self._kinds.setdefault(name, kind) != kind:
             raise ValueError(f"metric '{name}' is a {self._kinds[name]}; it cannot be a {kind} as well")

@@ -42,10 +42,11 @@ _PLAIN_EVERY_S = 1.0
 class Progress:
     """Counts steps and estimates the time left. This class itself shows nothing (mode `off`)."""
 
-    def __init__(self, total_steps: int, title: str) -> None:
+    def __init__(self, total_steps: int, title: str, *, step: int = 0) -> None:
+        """`step`: how many are done already, in a run that is resumed."""
         self.total_steps = total_steps
         self.title = title
-        self.step = 0
+        self.step = step
         self._started = time.monotonic()
         self._marks: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS + 1)
 
@@ -105,8 +106,8 @@ class Progress:
 class PlainProgress(Progress):
     """Aligned lines, for logs and CI: one a step, at most one a second; a header line now and then."""
 
-    def __init__(self, total_steps: int, title: str, stream: TextIO | None = None) -> None:
-        super().__init__(total_steps, title)
+    def __init__(self, total_steps: int, title: str, stream: TextIO | None = None, *, step: int = 0) -> None:
+        super().__init__(total_steps, title, step=step)
         self._stream = stream
         self._columns: list[str] = []
         self._lines = 0
@@ -115,7 +116,8 @@ class PlainProgress(Progress):
 
     def start(self) -> None:
         super().start()
-        self.message(f"{self.title}: {self.total_steps} step{'s' if self.total_steps != 1 else ''}")
+        done = f", {self.step} of them done before" if self.step else ""
+        self.message(f"{self.title}: {self.total_steps} step{'s' if self.total_steps != 1 else ''}{done}")
 
     def update(self, step: int, metrics: Mapping[str, float], stage: str | None = None) -> None:
         super().update(step, metrics, stage)
@@ -156,10 +158,12 @@ class PlainProgress(Progress):
 class LiveProgress(Progress):
     """A panel at the bottom of the terminal: bar, time left, stage, the main metrics and their course."""
 
-    def __init__(self, total_steps: int, title: str, console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, title: str, console: Console | None = None, *, step: int = 0
+    ) -> None:
         from rich.console import Console
 
-        super().__init__(total_steps, title)
+        super().__init__(total_steps, title, step=step)
         self.console = console or Console(stderr=True, force_terminal=True)
         self._lock = threading.Lock()  # the display redraws from its own thread
         self._shown: dict[str, str] = {}
@@ -296,13 +300,16 @@ class LiveProgress(Progress):
         return f"{text} tokens" if label == "response" else f"{text} nats" if label in ("KL", "gap") else text
 
 
-def make_progress(mode: Mode, total_steps: int, title: str) -> Progress:
-    """The display for run.progress: `auto` is live when stderr is a terminal that can redraw, else plain."""
+def make_progress(mode: Mode, total_steps: int, title: str, *, step: int = 0) -> Progress:
+    """The display for run.progress: `auto` is live when stderr is a terminal that can redraw, else plain.
+
+    `step`: how many steps are done already, in a run that is resumed.
+    """
     if mode == "off":
-        return Progress(total_steps, title)
+        return Progress(total_steps, title, step=step)
     if mode == "live" or (mode == "auto" and _can_redraw()):
-        return LiveProgress(total_steps, title)
-    return PlainProgress(total_steps, title)
+        return LiveProgress(total_steps, title, step=step)
+    return PlainProgress(total_steps, title, step=step)
 
 
 def _can_redraw() -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ LONGEST_NAME = 255  # bytes; what file systems allow
 
 
 class RunDirectory:
-    """`<parent>/<name>/`: config.yaml, metrics.jsonl, samples.jsonl, tensorboard/, checkpoints/, model/."""
+    """`<parent>/<name>/`: config.yaml, metrics.jsonl, (eval_)samples.jsonl, tensorboard/, checkpoints/, model/."""
 
     def __init__(self, path: str | Path) -> None:
         """A handle on a directory that exists or that `create` makes; touches nothing."""
@@ -25,6 +28,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.eval_samples = self.path / "eval_samples.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -49,12 +53,51 @@ class RunDirectory:
         run = cls(Path(parent) / name)
         if not run._make():
             cls.check(parent, name, overwrite=overwrite)  # another launch may have made it just now
-            shutil.rmtree(run.path)
+            with run.locked():
+                shutil.rmtree(run.path)
             if not run._make():
                 raise ConfigError(
                     f"run.name: another run has just started in {run.path}; choose another name"
                 )
         return run
+
+    @classmethod
+    def open(cls, parent: str | Path, name: str | None) -> RunDirectory:
+        """The directory of an earlier run. Raises ConfigError naming run.resume where there is none."""
+        if name is None:
+            raise ConfigError("run.resume: set run.name to the run that is to be continued")
+        run = cls(Path(parent) / name)
+        if not (run.config.is_file() and run.metrics.is_file()):
+            raise ConfigError(
+                f"run.resume: there is no run to continue in {run.path} (no config.yaml and metrics.jsonl); check"
+                " run.dir and run.name, or start it without run.resume"
+            )
+        return run
+
+    def clean(self) -> None:
+        """Removes what a run left that was killed while it wrote its configuration or its model."""
+        for path in self.path.glob(f".{self.model.name}-*"):
+            shutil.rmtree(path)
+        for path in self.path.glob(f".{self.config.name}-*"):
+            path.unlink()
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps every other process from writing to the run; the lock ends with the process, however that ends.
+
+        Raises ConfigError when another process holds it.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(
+                    f"run.name: another process is writing to {self.path}; wait for its end, or choose another name"
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
 
     @classmethod
     def check(cls, parent: str | Path, name: str | None, *, overwrite: bool = False) -> None:
@@ -108,7 +151,11 @@ class RunDirectory:
         """True for an empty directory or one that a run wrote; never for a link or a file."""
         if self.path.is_symlink() or not self.path.is_dir():
             return False
-        return (self.config.is_file() and self.metrics.is_file()) or not any(self.path.iterdir())
+        return (self.config.is_file() and self.metrics.is_file()) or all(
+            path.name.startswith(f".{self.config.name}-")
+            or (path == self.metrics and not path.stat().st_size)
+            for path in self.path.iterdir()  # nothing, or what a run killed in `write_config` left
+        )
 
     def write_config(self, yaml_text: str) -> None:
         """Writes the resolved configuration, and the empty metrics.jsonl that marks a run's directory.
@@ -116,8 +163,11 @@ class RunDirectory:
         Raises RunError on a full disk.
         """
         try:
-            self.config.write_text(yaml_text, encoding="utf-8")
             self.metrics.touch()
+            # by a rename: when a run is resumed, the old one stays until the new one is whole
+            temporary = self.path / f".{self.config.name}-{os.getpid()}"
+            temporary.write_text(yaml_text, encoding="utf-8")
+            os.rename(temporary, self.config)
         except OSError as error:
             raise RunError(f"{self.config}: cannot write ({error.strerror})") from error
 

@@ -1,4 +1,4 @@
-"""One event loop in a thread of its own, for async reward functions."""
+"""One event loop in a thread of its own, for async reward functions and environments."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ class EventLoopThread:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result or exception. Cancels it when the caller is interrupted."""
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """The coroutine's result or exception. Cancels it when the caller is interrupted, or after `timeout_s`.
+
+        Raises TimeoutError in the latter case.
+        """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="reward-functions", daemon=True).start()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
-            return future.result()
+            return future.result(timeout_s)
         except BaseException:
             future.cancel()
             raise

@@ -8,10 +8,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from headrace.config_import import described, shortened
 from headrace.errors import ConfigError, RewardError
 from headrace.rewards.convention import Convention, read_convention, unknown_columns
 from headrace.rewards.event_loop import EventLoopThread
-from headrace.rewards.loading import KEY, described, load_function, shortened
+from headrace.rewards.loading import KEY, load_function
 from headrace.rewards.values import RewardResult, UnusableValueError, read_list, read_value
 
 Rows = Mapping[str, Sequence[Any]]
@@ -103,7 +104,7 @@ class RewardFunction:
     def _call_batched(self, rows: Rows, n: int) -> list[Any]:
         columns = self.convention.columns(set(rows))
         positional, by_name = self.convention.arguments(
-            list(rows["completion"]), columns, lambda column: _copied(rows[column])
+            list(rows["completion"]), columns, lambda column: copied(rows[column])
         )
         try:
             returned = self.function(*positional, **by_name)
@@ -120,7 +121,7 @@ class RewardFunction:
 
         def call(row: int) -> Any:
             positional, by_name = self.convention.arguments(
-                rows["completion"][row], columns, lambda column: _copied(rows[column][row])
+                rows["completion"][row], columns, lambda column: copied(rows[column][row])
             )
             return self.function(*positional, **by_name)
 
@@ -185,12 +186,12 @@ def _is_async(function: Any) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Containers anew: a function that sorts or pops must not change the data that other samples are scored by."""
     if isinstance(value, list):
-        return [_copied(item) for item in value]
+        return [copied(item) for item in value]
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     return value
 
 

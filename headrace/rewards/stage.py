@@ -17,11 +17,14 @@ from headrace.stages import StageContext, StageSpec
 
 logger = logging.getLogger(__name__)
 
+CORRECT = 1.0  # in evaluation, a response with at least this reward is correct
+
 
 class RewardStage:
     """Writes `reward` (float64 [R]; NaN where the function returned None) and one `reward/part/<name>` metric a part.
 
-    `add_model_score` adds column `reward_model_score` to it. What is wrong with `function` itself is kept in
+    `add_model_score` adds column `reward_model_score` to it; what an environment gave (column `environment_reward`, where
+    there is one) is added always. What is wrong with `function` itself is kept in
     `problems`, which compiling a flow reports together with everything else.
     """
 
@@ -42,7 +45,9 @@ class RewardStage:
                 self.problems = error.violations
         self.add_model_score = add_model_score
         reads = ("completion", *(("reward_model_score",) if add_model_score else ()))
-        self.__stage_spec__ = StageSpec(reads=reads, writes=("reward",))
+        self.__stage_spec__ = StageSpec(
+            reads=reads, optional=("environment_reward", "greedy_baseline"), writes=("reward",)
+        )
         self.__name__ = "reward"
 
     def check(self, columns: Collection[str]) -> list[str]:
@@ -51,6 +56,9 @@ class RewardStage:
 
     def __call__(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         rewards = torch.zeros(batch.num_rows, dtype=torch.float64)
+        # a greedy baseline is scored like a sample, and is none
+        greedy = batch["greedy_baseline"].tolist() if "greedy_baseline" in batch else [False] * batch.num_rows
+        sampled = [not own for own in greedy]
         if self.function is not None:
             columns = {
                 name: column.tolist() if isinstance(column, torch.Tensor) else column
@@ -65,13 +73,15 @@ class RewardStage:
                 [float("nan") if r is None else float(r) for r in result.rewards], dtype=torch.float64
             )
             for name, values in result.parts.items():
-                given = [float(v) for v in values if v is not None]
+                given = [float(v) for v, own in zip(values, sampled, strict=True) if own and v is not None]
                 prefix = "eval" if context.evaluation else "reward"
                 safe = re.sub(r"[^\w.-]+", "_", name) or "_"  # a metric name has no spaces or further slashes
                 context.metrics.add(f"{prefix}/part/{safe}", sum(given), len(given))
         if self.add_model_score:
             rewards = rewards + batch["reward_model_score"].double()
-        _reward_metrics(rewards, context)
+        if "environment_reward" in batch:
+            rewards = rewards + batch["environment_reward"]
+        _reward_metrics(rewards[torch.tensor(sampled, dtype=torch.bool)], context)
         return {"reward": rewards}
 
 
@@ -80,7 +90,7 @@ def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
     total, count = float(valid.sum()), valid.numel()
     if context.evaluation:
         m.add("eval/reward_mean", total, count)
-        m.add("eval/accuracy", float((valid >= 1.0).sum()), count)
+        m.add("eval/accuracy", float((valid >= CORRECT).sum()), count)
         m.add_total("eval/rows", len(rewards))
         return
     m.add("reward/mean", total, count)
@@ -92,4 +102,4 @@ def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
     else:
         m.add("reward/std", float(valid.std(correction=0)), 1)
         m.add_max("reward/max", float(valid.max()))
-        m.add("reward/min", float(valid.min()), 1)
+        m.add_min("reward/min", float(valid.min()))

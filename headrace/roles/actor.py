@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from headrace.agents.environment import MakeEnvironment, load_environment
+from headrace.agents.rollout import AgentRollout
+from headrace.algorithms.find import find_advantage
 from headrace.algorithms.gap import logprob_gap
+from headrace.algorithms.kl_controller import adapt_kl
 from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config
 from headrace.data.batch import Batch
+from headrace.errors import ConfigError
+from headrace.models.lora import require_peft
 from headrace.roles.role import (
     LanguageModelRole,
+    adapt,
     count_updates,
     make_engine,
     optimizer_counts,
@@ -25,6 +33,7 @@ from headrace.roles.role import (
 from headrace.rollout.engine import Completion, Request, SamplingParams, sample_seed
 from headrace.rollout.native.engine import NativeEngine
 from headrace.stages import StageContext, stage
+from headrace.training.engine import TrainingState
 from headrace.training.policy_loss import PolicyLoss, rollout_reference
 from headrace.training.value_loss import SupervisedLoss
 
@@ -34,12 +43,17 @@ EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
 class Actor(LanguageModelRole):
     name = "actor"
     supervised_prefix = "sft"  # of its metrics in a flow over given responses
+    environment: MakeEnvironment | None = None  # instead of agent.environment, for callers in Python
     _rollout: NativeEngine | None = None
+    _agent: AgentRollout | None = None
+    _found_environment: tuple[Any, MakeEnvironment | None] = (None, None)
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         settings = optimizer_settings(
             config, learning_rate=config.train.learning_rate, total_updates=total_updates
         )
+        if trains:
+            self._adapt(config)
         if self._engine is not None:
             self._engine.release()
         self._engine = make_engine(
@@ -49,13 +63,44 @@ class Actor(LanguageModelRole):
             optimizer=settings if trains else None,
             supervised=supervised,
         )
-        r = config.rollout
+        self._agent = None
+        make, r = self.find_environment(config), config.rollout
+        if make is not None:
+            limits = (r.max_sequence_tokens, self.model.max_positions, 1 << 30)
+            self._agent = AgentRollout(
+                make,
+                config,
+                self.tokenizer,
+                end_ids=self.model.eos_token_ids,
+                max_sequence_tokens=min(n for n in limits if n is not None),
+            )
         self._rollout = NativeEngine(
             self.model,
             max_concurrent_sequences=r.max_concurrent_sequences,
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
         )
+
+    def plays(self, config: Config) -> bool:
+        """True where a rollout is an episode of several turns."""
+        return self.environment is not None or config.agent.environment is not None
+
+    def find_environment(self, config: Config) -> MakeEnvironment | None:
+        """What makes the environment of an episode, if there are episodes. Raises ConfigError."""
+        spec = self.environment or config.agent.environment
+        if spec is not None and self._found_environment[0] != spec:
+            self._found_environment = (spec, load_environment(spec))
+        return self._found_environment[1] if spec is not None else None
+
+    def _adapt(self, config: Config) -> None:
+        if config.lora.rank:
+            require_peft("lora.rank")  # before the weights are read
+            if self._engine is not None and self.model.adapters is None and self._engine.has_updated:
+                raise ConfigError(
+                    "lora.rank: this actor's weights were trained as a whole and are no longer those of"
+                    f" '{self.model_config.path}'; save it and start from that folder"
+                )
+        adapt(self.model, config.lora, str(self.model_config.path))
 
     @stage(
         reads=("prompt_ids", "prompt_id"),
@@ -65,34 +110,61 @@ class Actor(LanguageModelRole):
             "rollout_logprobs",
             "group_id",
             "sample_index",
+            "greedy_baseline",
             "completion",
             "completion_ids",
             "finish_reason",
             "num_tokens",
         ),
-        sections=("rollout",),
+        sections=("rollout", "agent"),
         makes_rows=True,
     )
     def generate(self, batch: Batch, context: StageContext) -> Batch:
-        """Prompts [P rows] → P x samples_per_prompt rows of prompt + response, with the sampled log-probabilities."""
+        """Prompts [P rows] → P x samples_per_prompt rows of prompt + response, with the sampled log-probabilities.
+
+        With an environment the response is an episode of several turns, and there are more columns: agents/episode.py.
+        """
         if self._rollout is None:
             raise RuntimeError("actor: prepare() has not been called")
         sampling, n = sampling_params(context.config, context.evaluation)
         step = EVALUATION_STEP if context.evaluation else context.step
+        started = time.perf_counter()
+        if self._agent is not None:
+            seed_of = partial(sample_seed, context.config.run.seed, step)
+            rows = self._agent.generate(self._rollout, batch, n, sampling, seed_of, context)
+            _rollout_metrics(rows, batch["prompt_ids"], time.perf_counter() - started, context)
+            return rows
         prompt_ids, identities = batch["prompt_ids"], batch["prompt_id"].tolist()
         requests = [
             Request(tuple(ids), tuple(sample_seed(context.config.run.seed, step, who, i) for i in range(n)))
             for ids, who in zip(prompt_ids, identities, strict=True)
         ]
         total = len(requests) * n
-        started = time.perf_counter()
         completions = self._rollout.generate(
             requests, sampling, lambda finished, tokens: context.on_progress(finished / total)
         )
         elapsed = time.perf_counter() - started
         rows = self._assemble(batch, completions, n, truncates=sampling.truncates)
         _rollout_metrics(rows, prompt_ids, elapsed, context)
-        return rows
+        if context.evaluation or not find_advantage(context.config.algorithm.advantage).needs_greedy_baseline:
+            return rows
+        return Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling)])
+
+    def _greedy_rows(self, prompts: Batch, rollout: NativeEngine, sampling: SamplingParams) -> Batch:
+        """One greedy response per prompt, in its prompt's group: something to compare rewards with, not a sample.
+
+        Its `response_mask` is false everywhere, so it is in no loss and no metric of sampled tokens.
+        """
+        greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        requests = [Request(tuple(ids), (0,)) for ids in prompts["prompt_ids"]]
+        rows = self._assemble(prompts, rollout.generate(requests, greedy), 1, truncates=sampling.truncates)
+        return rows.with_columns(
+            {
+                "response_mask": torch.zeros_like(rows["response_mask"]),
+                "greedy_baseline": torch.ones(rows.num_rows, dtype=torch.bool),
+                "sample_index": torch.full((rows.num_rows,), -1),
+            }
+        )
 
     def _assemble(
         self, prompts: Batch, completions: list[list[Completion]], n: int, truncates: bool
@@ -118,6 +190,7 @@ class Actor(LanguageModelRole):
         rows |= {
             "group_id": torch.tensor(owners),
             "sample_index": torch.arange(len(flat)) % n,
+            "greedy_baseline": torch.zeros(len(flat), dtype=torch.bool),
             "completion": list(texts),
             "completion_ids": [c.token_ids for c in flat],
             "finish_reason": [c.finish_reason for c in flat],
@@ -152,7 +225,7 @@ class Actor(LanguageModelRole):
             batch = batch.with_columns(self.logprobs(batch, context))
             updates = update_batches(batch, context)
         measure_gap = "logprobs" not in batch
-        loss = PolicyLoss(config.algorithm, measure_gap=measure_gap)
+        loss = PolicyLoss(config.algorithm, measure_gap=measure_gap, kl_coefficient=context.kl_coefficient)
         for number, part in enumerate(updates):
             weights = token_weights(
                 part["loss_mask"],
@@ -162,6 +235,7 @@ class Actor(LanguageModelRole):
             )
             context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
             context.on_progress((number + 1) / len(updates))
+        adapt_kl(context)
         self._count_updates(before, context)
 
     @stage(reads=("input_ids", "response_mask"), sections=("train",), trains=True, supervised=True)
@@ -174,6 +248,11 @@ class Actor(LanguageModelRole):
         )
         context.metrics.add_total("sft/tokens", int(batch["response_mask"].sum()))
         self._count_updates(before, context)
+
+    def load_state_dict(self, state: TrainingState) -> None:
+        super().load_state_dict(state)
+        if self._rollout is not None:
+            self._rollout.weight_version = optimizer_counts(self.engine)[0]
 
     def _count_updates(self, before: tuple[int, int], context: StageContext) -> None:
         count_updates(self.engine, before, context)
@@ -226,6 +305,6 @@ def _rollout_metrics(
     m.add_max("rollout/response_tokens_max", int(lengths.max()))
     m.add("rollout/prompt_tokens_mean", sum(len(p) for p in prompt_ids), len(prompt_ids))
     m.add("rollout/truncated_fraction", truncated, total)
-    m.add("rollout/tokens_per_s", tokens / max(elapsed_s, 1e-9), 1)
+    m.add("rollout/tokens_per_s", tokens, max(elapsed_s, 1e-9))
     m.add_total("rollout/samples", total)
     m.add_total("rollout/tokens", tokens)

@@ -18,6 +18,7 @@ from headrace.roles.role import (
     LanguageModelRole,
     ReaderRole,
     Role,
+    adapt,
     count_updates,
     make_engine,
     optimizer_counts,
@@ -63,6 +64,8 @@ class Critic(Role):
                     gradient_checkpointing=c.gradient_checkpointing,
                     needs_head=False,
                 )
+        if trains:
+            adapt(self._model, config.lora, str(self.model_config.path))
         settings = optimizer_settings(
             config, learning_rate=config.critic.learning_rate, total_updates=total_updates
         )

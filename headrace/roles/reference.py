@@ -8,12 +8,13 @@ from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import copy_causal_lm
+from headrace.models.starting_policy import StartingPolicy
 from headrace.roles.role import LanguageModelRole, ReaderRole, make_engine
 from headrace.stages import StageContext, stage
 
 
 class Reference(LanguageModelRole):
-    """`start` makes it a copy of another role's weights as they are when the run starts."""
+    """`start` makes it another role's policy as it is when the run starts: a copy, or with adapters the same weights."""
 
     name = "reference"
     key = "reference.path"
@@ -34,7 +35,8 @@ class Reference(LanguageModelRole):
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         if self._model is None and self.start is not None:
-            self._model = copy_causal_lm(self.start.model)
+            start = self.start.model
+            self._model = copy_causal_lm(start) if start.adapters is None else StartingPolicy(start)
         self._engine = make_engine(
             self.model, config, prefix="reference", optimizer=None, supervised=supervised
         )

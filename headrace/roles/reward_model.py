@@ -13,9 +13,18 @@ from headrace.data.batch import Batch
 from headrace.models.causal_lm import ScalarModel
 from headrace.models.heads import critic_from, load_scalar_model
 from headrace.models.hf import load_causal_lm, resolve_device, resolve_dtype
-from headrace.roles.role import ReaderRole, count_updates, make_engine, optimizer_counts, optimizer_settings
+from headrace.roles.role import (
+    ReaderRole,
+    adapt,
+    count_updates,
+    make_engine,
+    optimizer_counts,
+    optimizer_settings,
+)
 from headrace.stages import StageContext, stage
 from headrace.training.preference_loss import PreferenceLoss, pair_weights
+
+PAIR_COLUMNS = ("input_ids", "response_mask", "pair_id", "is_chosen")
 
 
 class RewardModel(ReaderRole):
@@ -41,6 +50,8 @@ class RewardModel(ReaderRole):
             self._model = self._load(needs_head=not trains)
             if trains:
                 drop_ambiguous_padding(self._model)
+        if trains:
+            adapt(self._model, config.lora, str(self.model_config.path))
         settings = optimizer_settings(
             config, learning_rate=config.train.learning_rate, total_updates=total_updates
         )
@@ -75,13 +86,13 @@ class RewardModel(ReaderRole):
             tokenizer=self.tokenizer,
         )
 
-    @stage(reads=("input_ids",), writes=("reward_model_score",))
+    @stage(reads=("input_ids", "response_mask"), writes=("reward_model_score",))
     def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         """float32 [R], from the hidden state at each row's last token."""
         return {"reward_model_score": self._scores(batch)}
 
     @stage(
-        reads=("input_ids", "pair_id", "is_chosen"),
+        reads=PAIR_COLUMNS,
         sections=("train",),
         trains=True,
         supervised=True,
@@ -93,7 +104,7 @@ class RewardModel(ReaderRole):
         context.metrics.merge(self.engine.update(weighted, PreferenceLoss("reward_model")))
         count_updates(self.engine, before, context)
 
-    @stage(reads=("input_ids", "pair_id", "is_chosen"))
+    @stage(reads=PAIR_COLUMNS)
     def preference_evaluation(self, batch: Batch, context: StageContext) -> None:
         """Loss, accuracy and margin on held-out pairs."""
         context.metrics.merge(PreferenceLoss("eval").measure(self.engine.outputs(batch), batch))

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 
-from headrace.config import Config, ModelConfig
+from headrace.config import Config, LoraConfig, ModelConfig
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
 from headrace.errors import ConfigError, RunError
 from headrace.models.causal_lm import Backbone, CausalLM
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from headrace.models.lora import add_adapters, check_same
 from headrace.stages import StageContext
+from headrace.training.engine import TrainingState
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.torch_engine import TorchEngine
 
@@ -53,6 +55,19 @@ class Role:
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         """Loads the model and, when the flow `trains` this role, makes its optimizer. Called once before a run."""
         raise NotImplementedError
+
+    @property
+    def engine(self) -> TorchEngine:
+        """What runs the model. Raises RuntimeError before `prepare`."""
+        raise NotImplementedError
+
+    def state_dict(self) -> TrainingState:
+        """What a checkpoint keeps of a trained role."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: TrainingState) -> None:
+        """Continues training where `state` was taken. Raises ConfigError when it is another model's."""
+        self.engine.load_state_dict(state)
 
 
 class ReaderRole(Role):
@@ -116,6 +131,14 @@ class LanguageModelRole(ReaderRole):
                 gradient_checkpointing=c.gradient_checkpointing,
             )
         return self._model
+
+
+def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
+    """Gives a model that is to be trained its adapters (`lora.rank`), or checks those that it came with."""
+    if model.adapters is not None:
+        check_same(model.adapters, lora, path)
+    elif lora.rank:
+        model.adapters = add_adapters(model.hf, lora, path)
 
 
 def make_engine(

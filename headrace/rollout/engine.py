@@ -36,10 +36,20 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and the seeds of its samples: `len(seeds)` completions share the prompt's KV."""
+    """One prompt and the seeds of its samples: `len(seeds)` completions share the prompt's KV.
+
+    `max_new_tokens` is a tighter limit than that of the sampling parameters, for this request alone.
+    """
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[int, ...]
+    max_new_tokens: int | None = None
+
+    def limit(self, sampling: SamplingParams) -> int:
+        """Tokens a completion of this request may have."""
+        if self.max_new_tokens is None:
+            return sampling.max_new_tokens
+        return min(self.max_new_tokens, sampling.max_new_tokens)
 
 
 @dataclass
@@ -75,7 +85,10 @@ class RolloutEngine(Protocol):
         ...
 
 
-def sample_seed(run_seed: int, step: int, prompt_id: int, sample_index: int) -> int:
-    """The 64-bit seed of one sample: a hash of who it is, never of where or with whom it is generated."""
-    text = f"{run_seed}/{step}/{prompt_id}/{sample_index}".encode()
+def sample_seed(run_seed: int, step: int, prompt_id: int, sample_index: int, turn: int = 0) -> int:
+    """The 64-bit seed of one sample: a hash of who it is, never of where or with whom it is generated.
+
+    `turn` counts the responses of an episode from 0.
+    """
+    text = (f"{run_seed}/{step}/{prompt_id}/{sample_index}" + (f"/{turn}" if turn else "")).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

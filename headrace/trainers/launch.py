@@ -15,7 +15,7 @@ from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.flow.source import source_problems
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
-from headrace.trainers.recipes import RECIPES, Reward, evaluation_flow, sft_flow
+from headrace.trainers.recipes import Reward, evaluation_flow, policy_flow, sft_flow
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def held_out_of(config: Config) -> HFDataset | None:
 def train(config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None) -> RunResult:
     """Builds the recipe's flow, checks it and runs it. Raises ConfigError with what is wrong with flow and data."""
     try:
-        flow = RECIPES[config.algorithm.name](config, actor, reward).compile()
+        flow = policy_flow(config, actor, reward).compile()
     except ConfigError as error:
         problems = error.violations + source_problems(config, dataset, "data")
         if held_out is not None:
@@ -61,7 +61,7 @@ def run_sft(config: Config) -> int:
     flow = sft_flow(config, actor).compile()
     evaluation = None
     held_out = held_out_of(config)
-    if held_out is not None and (config.reward.function or config.reward.model):
+    if held_out is not None and (config.reward.function or config.reward.model or config.agent.environment):
         checked = evaluation_flow(config, actor, config.reward.function).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return finish(flow.run(dataset_of(config), evaluation=evaluation))

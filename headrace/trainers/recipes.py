@@ -1,11 +1,13 @@
-"""The recipes: each algorithm is a flow that fits on one screen."""
+"""The recipes: reinforcement learning by any algorithm, fine-tuning, evaluation; each a flow that fits on one screen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from headrace.algorithms.stages import gae_advantages, grpo_advantages
+from headrace.algorithms.find import algorithm_problems
+from headrace.algorithms.registry import ADVANTAGES
+from headrace.algorithms.stages import advantage_stage
 from headrace.config import Config
 from headrace.flow.flow import Flow
 from headrace.flow.graph import Stage
@@ -18,27 +20,28 @@ from headrace.roles.reward_model import RewardModel
 Reward = str | Callable[..., Any] | None
 
 
-def grpo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
-    """GRPO (Shao et al. 2024): rollout → reward (∥ reference) → group advantages → update."""
-    flow = Flow("grpo", config)
+def policy_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
+    """Every algorithm: rollout → reward (∥ reference, log-probabilities, values) → advantage → update.
+
+    Which advantage and loss is `algorithm.advantage` and `algorithm.loss`; a critic is there where the advantage needs
+    one, the reference where there is a KL, and the log-probabilities where the KL is taken off the reward.
+    """
+    settings = config.algorithm
+    flow = Flow(settings.name, config)
+    flow.notes += algorithm_problems(settings)  # imports the plugin first
+    # an unknown advantage is one of these problems; the rest of the flow is checked all the same
+    advantage = advantage_stage(settings.advantage if settings.advantage in ADVANTAGES else "grpo")
+    critic = make_critic(config, actor) if advantage.advantage.needs_critic else None
     rollout = flow.add_stage("rollout", actor.generate)
     needed = [add_reward(flow, config, reward, rollout), *add_reference(flow, config, actor, rollout)]
-    advantage = flow.add_stage("advantage", grpo_advantages, depends_on=needed)
-    flow.add_stage("update", actor.update, depends_on=advantage)
-    return flow
-
-
-def ppo_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
-    """PPO (Schulman et al. 2017; Ouyang et al. 2022): with a critic, GAE, and the KL in reward or loss."""
-    flow = Flow("ppo", config)
-    critic = make_critic(config, actor)
-    rollout = flow.add_stage("rollout", actor.generate)
-    needed = [add_reward(flow, config, reward, rollout), *add_reference(flow, config, actor, rollout)]
-    needed.append(flow.add_stage("values", critic.values, depends_on=rollout))
-    needed.append(flow.add_stage("logprobs", actor.logprobs, depends_on=rollout))
-    advantage = flow.add_stage("advantage", gae_advantages, depends_on=needed)
-    flow.add_stage("critic", critic.update, depends_on=advantage)
-    flow.add_stage("update", actor.update, depends_on=advantage)
+    if critic is not None:
+        needed.append(flow.add_stage("values", critic.values, depends_on=rollout))
+    if settings.kl_coefficient > 0 and settings.kl_placement == "reward":
+        needed.append(flow.add_stage("logprobs", actor.logprobs, depends_on=rollout))
+    scored = flow.add_stage("advantage", advantage, depends_on=needed)
+    if critic is not None:
+        flow.add_stage("critic", critic.update, depends_on=scored)
+    flow.add_stage("update", actor.update, depends_on=scored)
     return flow
 
 
@@ -55,9 +58,6 @@ def evaluation_flow(config: Config, actor: Actor, reward: Reward, scorer: Reward
     rollout = flow.add_stage("rollout", actor.generate)
     add_reward(flow, config, reward, rollout, scorer)
     return flow
-
-
-RECIPES: dict[str, Callable[[Config, Actor, Reward], Flow]] = {"grpo": grpo_flow, "ppo": ppo_flow}
 
 
 def add_reward(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
+from headrace.agents.environment import MakeEnvironment, name_of
 from headrace.config import Config, ModelConfig, setting_violations, violations
 from headrace.config_aliases import apply_aliases
-from headrace.config_load import from_mapping
+from headrace.config_load import from_mapping, set_values
 from headrace.errors import ConfigError
 from headrace.flow.run import RunResult
 from headrace.roles.actor import Actor
@@ -32,7 +33,7 @@ def get_hf_model(path: str, role: Literal["critic"], **keywords: Any) -> Critic:
 def get_hf_model(path: str, role: str = "actor", **keywords: Any) -> Role:
     """A model for a role of a flow, described now and loaded when the run starts.
 
-    `path` is a Hugging Face folder, hub id or .gguf file. `keywords` are keys of the `model` section, and
+    `path` is a Hugging Face folder, hub id, .gguf file or adapter folder. `keywords` are keys of the `model` section, and
     `parallel_config`, `device_map`, `gpu_group`, `device`. Raises ConfigError for anything else.
     """
     if role not in _ROLES:
@@ -52,7 +53,7 @@ class RLTrainer:
     """Trains `actor` with a reward function by a named algorithm.
 
     Keywords are configuration keys, dotted or by the names tutorials use (see config_aliases.py), given here or
-    to `train`. Example:
+    to `train`. `environment` (a class, see docs/agents.md) makes rollouts of several turns. Example:
 
         trainer = RLTrainer(actor=get_hf_model("Qwen/Qwen2.5-0.5B-Instruct"), reward_fn=score, algorithm="grpo")
         trainer.train(HFDataset("openai/gsm8k", split="train", subset="main"), rollout_batch_size=128)
@@ -67,6 +68,7 @@ class RLTrainer:
         algorithm: str | None = None,
         *,
         eval_dataset: Any = None,
+        environment: MakeEnvironment | None = None,
         config: Config | Mapping[str, Any] | None = None,
         **keywords: Any,
     ) -> None:
@@ -78,6 +80,7 @@ class RLTrainer:
         self.actor = get_hf_model(actor) if isinstance(actor, str) else actor
         self.reward_fn = reward_fn
         self.eval_dataset = eval_dataset
+        self.environment = environment
 
     def resolve(self, **keywords: Any) -> Config:
         """The whole configuration that `train(**keywords)` would run with. Raises ConfigError with all violations."""
@@ -85,6 +88,8 @@ class RLTrainer:
         if self.actor is not None:
             values = _merge(values, {"model": self.actor.model_config.model_dump(exclude_unset=True)})
             values = _merge({"run": {"device": self.actor.device_name}}, values)
+        if self.environment is not None:
+            values = _merge(values, {"agent": {"environment": name_of(self.environment)}})
         return from_mapping(values)
 
     def train(self, dataset: Any = None, **keywords: Any) -> RunResult:
@@ -99,6 +104,7 @@ class RLTrainer:
         if problems:
             raise ConfigError(problems)
         actor = self.actor if self.actor is not None else Actor(config.model, config.run.device)
+        actor.environment = self.environment or actor.environment
         source = dataset if dataset is not None else dataset_of(config)
         held_out = self.eval_dataset if self.eval_dataset is not None else held_out_of(config)
         return train(config, actor, reward, source, held_out)
@@ -117,12 +123,6 @@ class PPOTrainer(RLTrainer):
     ) -> None:
         actor = keywords.pop("actor", None)
         super().__init__(actor if actor is not None else model_name, reward_fn, "ppo", **keywords)
-
-
-def set_values(config: Config) -> dict[str, dict[str, Any]]:
-    """The settings that were given or assigned, by section."""
-    sections = {name: getattr(config, name).model_dump(exclude_unset=True) for name in Config.model_fields}
-    return {name: values for name, values in sections.items() if values}
 
 
 def _merge(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +25,19 @@ class TokenOutputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+
+
+@dataclass
+class TrainingState:
+    """All that training of one model continues from: named tensors, and plain values for JSON.
+
+    `tensors`: `weight/<parameter>` (float32, or the parameter's own dtype where it trains without a master) and
+    Adam's `exp_avg/…`, `exp_avg_sq/…` and `step/…`; none for frozen parameters. They are live: copy or write them
+    before the next update.
+    """
+
+    tensors: Mapping[str, Tensor]
+    numbers: dict[str, Any]
 
 
 class Loss(Protocol):
@@ -49,4 +63,10 @@ class TrainingEngine(Protocol):
 
     def update(self, batch: Batch, loss: Loss) -> MetricSums:
         """One optimizer update over all rows of `batch`, which has column `loss_weight`."""
+        ...
+
+    def state_dict(self) -> TrainingState: ...
+
+    def load_state_dict(self, state: TrainingState) -> None:
+        """Continues exactly where `state` was taken. Raises ConfigError when it is another model's."""
         ...

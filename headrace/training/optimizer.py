@@ -162,19 +162,24 @@ class MasterAdamW:
                 master.data = master.data.to(device)
 
     def state_dict(self) -> dict[str, Any]:
+        """Live tensors, in the order of the parameters: `masters` (None where the parameter is its own master) and
+        `adam`, each parameter's `step`, `exp_avg` and `exp_avg_sq` (empty before its first update)."""
         own = [None if m is p else m for p, m in zip(self._parameters, self._masters, strict=True)]
-        return {
-            "updates": self.updates,
-            "skipped": self.skipped,
-            "masters": own,
-            "adamw": self._adamw.state_dict(),
-        }
+        adam = [dict(self._adamw.state.get(m, {})) for m in self._masters]
+        return {"updates": self.updates, "skipped": self.skipped, "masters": own, "adam": adam}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from `state_dict()`; parameters that are their own masters must have been loaded apart."""
         self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
         for parameter, master, saved in zip(self._parameters, self._masters, state["masters"], strict=True):
             if saved is not None:
                 master.copy_(saved)
                 parameter.copy_(master)
-        self._adamw.load_state_dict(state["adamw"])
+        # torch numbers the parameters group by group, and moves what it loads to the parameter's device
+        adam = {id(m): values for m, values in zip(self._masters, state["adam"], strict=True)}
+        plain = self._adamw.state_dict()
+        numbers = [i for group in plain["param_groups"] for i in group["params"]]
+        tensors = [m for group in self._adamw.param_groups for m in group["params"]]
+        by_number = {i: adam[id(m)] for i, m in zip(numbers, tensors, strict=True) if adam[id(m)]}
+        self._adamw.load_state_dict({"state": by_number, "param_groups": plain["param_groups"]})

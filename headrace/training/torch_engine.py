@@ -10,16 +10,19 @@ import logging
 import torch
 
 from headrace.data.batch import Batch
-from headrace.errors import RunError
+from headrace.data.prefixes import pack_shared, share_prefixes
+from headrace.errors import ConfigError, RunError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
 from headrace.observe.metrics import MetricSums
-from headrace.training.engine import Loss, TokenOutputs, TrainingEngine
+from headrace.training.engine import Loss, TokenOutputs, TrainingEngine, TrainingState
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 
 logger = logging.getLogger(__name__)
 
+# more in one pass and elementwise work waits for memory instead of the caches; the result is the same
+CPU_TOKENS = 4096
 # logits alive at a time: small enough for a CPU's cache traffic, large enough to keep a GPU busy
 LOGIT_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 
@@ -51,9 +54,19 @@ class TorchEngine(TrainingEngine):
         self.microbatches_per_update = microbatches_per_update
         self.max_skipped_updates = max_skipped_updates
         # a model that an earlier engine froze can be trained by this one
-        model.requires_grad_(optimizer is not None)
-        self.optimizer = MasterAdamW(model.parameters(), optimizer) if optimizer else None
+        model.set_trainable(optimizer is not None)
+        self.optimizer = MasterAdamW(model.trained_parameters().values(), optimizer) if optimizer else None
         self._skipped_in_a_row = 0
+
+    @property
+    def _budget(self) -> int:
+        on_cpu = self.model.device.type == "cpu"
+        return min(self.tokens_per_microbatch, CPU_TOKENS) if on_cpu else self.tokens_per_microbatch
+
+    @property
+    def has_updated(self) -> bool:
+        """True once an update has changed the weights."""
+        return self.optimizer is not None and self.optimizer.updates > 0
 
     def release(self) -> None:
         """Ends this engine's hold on the model, so that another engine can train it."""
@@ -62,21 +75,21 @@ class TorchEngine(TrainingEngine):
 
     def _forward(self, batch: Batch, with_entropy: bool) -> TokenOutputs:
         device = self.model.device
-        input_ids = batch["input_ids"].to(device)
-        attention = PackedAttention(batch.lengths.tolist(), device)
-        hidden = self.model.hidden_states(input_ids, batch.position_ids().to(device), attention)
         if isinstance(self.model, ScalarModel) and self.scores_rows:
-            return TokenOutputs(scores=self.model.scalars(hidden[(batch.offsets[1:] - 1).to(device)]))
+            last = self._hidden(batch, batch.offsets[1:] - 1)
+            return TokenOutputs(scores=self.model.scalars(last))
         # position t - 1 predicts token t; position 0 of a row is never a response token
-        index = batch["response_mask"].nonzero().flatten().to(device)
-        before = hidden[index - 1]
-        blank = torch.zeros(batch.num_tokens, dtype=torch.float32, device=device)
+        response = batch["response_mask"].nonzero().flatten()
+        before = self._hidden(batch, response - 1)
+        index = response.to(device)
+        precision = torch.promote_types(torch.float32, self.model.dtype)
+        blank = torch.zeros(batch.num_tokens, dtype=precision, device=device)
         if isinstance(self.model, ScalarModel):
             return TokenOutputs(values=blank.index_put((index,), self.model.scalars(before)))
         logprobs, entropy = token_logprobs(
             before,
             self.model.head(),
-            input_ids[index],
+            batch["input_ids"][response].to(device),
             self.temperature,
             chunk_bytes=LOGIT_CHUNK_BYTES[device.type],
             with_entropy=with_entropy,
@@ -86,12 +99,29 @@ class TorchEngine(TrainingEngine):
             entropy=None if entropy is None else blank.index_put((index,), entropy),
         )
 
+    def _hidden(self, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the flat tokens `wanted` of a batch on the CPU; nothing beyond them is computed, and a
+        beginning that rows have in common once."""
+        device = self.model.device
+        if len(wanted) == 0:
+            width = int(self.model.text_config.hidden_size)
+            return torch.zeros(0, width, dtype=self.model.dtype, device=device)
+        needed = torch.zeros(batch.num_tokens, dtype=torch.bool)
+        needed[wanted] = True
+        shared = share_prefixes(batch, needed)
+        hidden = self.model.hidden_states(
+            batch["input_ids"][shared.computed].to(device),
+            batch.position_ids()[shared.computed].to(device),
+            PackedAttention(shared.lengths, device, expand=shared.expand),
+        )
+        return hidden[shared.place[wanted].to(device)]
+
     @torch.no_grad()
     def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
         """Outputs for all rows, on the CPU, in row order, without gradients."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
-        for micro in batch.pack(self.tokens_per_microbatch):
+        for micro in pack_shared(batch, self._budget):
             out = self._forward(micro, with_entropy)
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
             rows = {"scores": columns.pop("scores")} if "scores" in columns else {}
@@ -103,7 +133,7 @@ class TorchEngine(TrainingEngine):
     def microbatches(self, batch: Batch) -> list[Batch]:
         """How an update is cut: by number when asked for, else by token budget."""
         if self.microbatches_per_update is None:
-            return batch.pack(self.tokens_per_microbatch)
+            return pack_shared(batch, self._budget)
         return batch.balance(self.microbatches_per_update)
 
     def update(self, batch: Batch, loss: Loss) -> MetricSums:
@@ -126,8 +156,8 @@ class TorchEngine(TrainingEngine):
                 sums.add(name, 0.0, 1)
             return sums
         for micro in self.microbatches(batch):
-            micro = micro.to(self.model.device)
-            value, metrics = loss(self._forward(micro, with_entropy=loss.needs_entropy), micro)
+            outputs = self._forward(micro, with_entropy=loss.needs_entropy)
+            value, metrics = loss(outputs, micro.to(self.model.device))
             value.backward()
             sums.merge(metrics)
         for name in loss.per_update:
@@ -149,3 +179,41 @@ class TorchEngine(TrainingEngine):
                 " before them. Lower train.learning_rate, check the rewards for huge values, or use model.dtype=float32"
             )
         return sums
+
+    def state_dict(self) -> TrainingState:
+        """See TrainingEngine. Weights are stored once: a float32 parameter is its own master."""
+        if self.optimizer is None:
+            raise RunError(f"{self.prefix}: this model is frozen and has no training state")
+        state = self.optimizer.state_dict()
+        tensors: dict[str, torch.Tensor] = {}
+        rows = zip(self.model.trained_parameters().items(), state["masters"], state["adam"], strict=True)
+        for (name, parameter), master, adam in rows:
+            tensors[f"weight/{name}"] = parameter.detach() if master is None else master
+            tensors |= {f"{key}/{name}": value for key, value in adam.items()}
+        numbers = {name: state[name] for name in ("updates", "skipped")}
+        return TrainingState(tensors, {**numbers, "skipped_in_a_row": self._skipped_in_a_row})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: TrainingState) -> None:
+        if self.optimizer is None:
+            raise RunError(f"{self.prefix}: this model is frozen and has no training state")
+        parameters, saved = self.model.trained_parameters(), state.tensors
+        names = {key.partition("/")[2] for key in saved if key.startswith("weight/")}
+        odd = sorted(names ^ parameters.keys())
+        odd += [n for n in names & parameters.keys() if saved[f"weight/{n}"].shape != parameters[n].shape]
+        if odd:
+            raise ConfigError(
+                f"{self.prefix}: the checkpoint is of another model ({odd[0]} differs, {len(odd)} in all); resume with"
+                " the model that the run started with"
+            )
+        masters: list[torch.Tensor | None] = []
+        adam: list[dict[str, torch.Tensor]] = []
+        for name, parameter in parameters.items():
+            weight = saved[f"weight/{name}"]
+            masters.append(None if parameter.dtype == torch.float32 else weight)
+            if masters[-1] is None:
+                parameter.copy_(weight)
+            keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in saved]
+            adam.append({key: saved[f"{key}/{name}"].clone() for key in keys})
+        self.optimizer.load_state_dict({**state.numbers, "masters": masters, "adam": adam})
+        self._skipped_in_a_row = int(state.numbers["skipped_in_a_row"])

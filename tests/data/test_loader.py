@@ -106,6 +106,24 @@ def test_a_damaged_position_is_refused() -> None:
         loader.load_state_dict({**state, "step": 3})
 
 
+@pytest.mark.parametrize(
+    ("rows", "rows_per_step", "step"),
+    [(60, 4, 9), (60, 6, 6), (60, 5, 7), (30, 4, 4), (120, 4, 18), (60, 59, 0)],
+)
+def test_near_a_position_of_other_batches(rows: int, rows_per_step: int, step: int) -> None:
+    """After 9 steps of 4 of 60 rows, 36 are read; of 30 that is 18, of 120 it is 72."""
+    loader = Loader(Numbers(60), 4, shuffle=True, seed=9)
+    for _ in range(15 + 9):
+        loader.next()
+    other = Loader(Numbers(rows), rows_per_step, shuffle=True, seed=9)
+    other.move_near(loader.state_dict())
+    assert (other.state_dict()["epoch"], other.state_dict()["step"]) == (1, step)
+    expected = Loader(Numbers(rows), rows_per_step, shuffle=True, seed=9)
+    for _ in range(expected.steps_per_epoch + step):
+        expected.next()
+    assert other.next()["i"] == expected.next()["i"]
+
+
 def test_three_rows_and_a_step_of_eight() -> None:
     with pytest.raises(DataError, match=r"data\.path: numbers has 3 usable rows.*8.*train\.prompts_per_step"):
         Loader(Numbers(3), 8, shuffle=True, seed=0)

@@ -18,7 +18,7 @@ from headrace.flow.interrupt import InterruptGuard
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress
 from headrace.stages import StageContext, stage
-from headrace.trainers.recipes import evaluation_flow, grpo_flow, ppo_flow, sft_flow
+from headrace.trainers.recipes import evaluation_flow, policy_flow, sft_flow
 from headrace.trainers.rl_trainer import get_hf_model
 
 
@@ -77,9 +77,10 @@ def test_recipes_declare_what_trains() -> None:
     sft = sft_flow(config, actor).compile()
     assert (sft.supervised, sft.generates, sft.trains(actor)) == (True, False, True)
     assert not evaluation_flow(config, actor, score).compile().trains(actor)
-    ppo = ppo_flow(config, actor, score).compile()
+    config.algorithm.name = "ppo"
+    ppo = policy_flow(config, actor, score).compile()
     assert {type(r).__name__ for r in ppo.roles if ppo.trains(r)} == {"Actor", "Critic"}
-    assert grpo_flow(config, actor, score).compile().trains(actor)
+    assert policy_flow(Config(), actor, score).compile().trains(actor)
 
 
 def test_training_is_declared_not_read_from_a_name(parts: Any) -> None:

@@ -37,7 +37,9 @@ def test_the_run_directory(arithmetic: Path, tmp_path: Path) -> None:
         "config.yaml",
         "metrics.jsonl",
         "samples.jsonl",
+        "eval_samples.jsonl",
         "tensorboard",
+        "checkpoints",
         "model",
     }
     config = configuration(arithmetic, tmp_path, sections)

@@ -47,3 +47,26 @@ def test_values_and_gradients(window: int | None, heads: int, kv_heads: int, siz
     torch.testing.assert_close(ours.float(), theirs, atol=3e-2, rtol=3e-2)
     for a, b in zip(got, wanted, strict=True):
         assert (a.float() - b.float()).abs().max() < 0.03 * b.float().abs().max()
+
+
+@pytest.mark.gpu
+def test_shared_tokens() -> None:
+    """Sequences that share their first three tokens equal the same sequences written out."""
+    generator = torch.Generator().manual_seed(0)
+    expand = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5, 0, 1, 2, 6, 7, 8, 9])
+    lengths = [5, 4, 7]
+    q, k, v = (
+        torch.randn(10, 4, 64, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+        for _ in range(3)
+    )
+    first = torch.tensor([0, 1, 2, 3, 4, 8, 12, 13, 14, 15])
+    ours = PackedAttention(lengths, "cuda", expand=expand).attend(0, q, k, v, scale=0.2, window=None)
+    whole = PackedAttention(lengths, "cuda").attend(
+        0, q[expand], k[expand], v[expand], scale=0.2, window=None
+    )
+    torch.testing.assert_close(ours, whole[first])
+    weight = torch.randn(ours.shape, generator=generator).to("cuda")
+    got = torch.autograd.grad((ours.float() * weight).sum(), (q, k, v), retain_graph=True)
+    wanted = torch.autograd.grad((whole[first].float() * weight).sum(), (q, k, v))
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

@@ -39,22 +39,27 @@ def test_a_total_may_come_apart_from_its_count():
     assert sums.means() == {"actor/loss": 2.0}
 
 
-def test_totals_are_not_divided_and_maxima_are_kept():
+def test_totals_are_not_divided_and_extremes_are_kept():
     one, other = MetricSums(), MetricSums()
     one.add_total("rollout/tokens", 5)
     other.add_total("rollout/tokens", torch.tensor(7))
     one.add_max("reward/max", -2.0)
     other.add_max("reward/max", torch.tensor(-3.0))
+    one.add_min("reward/min", torch.tensor(-2.0))
+    other.add_min("reward/min", -3.0)
+    other.add_min("reward/min", 5.0)
     one.merge(other)
-    assert one.means() == {"rollout/tokens": 12.0, "reward/max": -2.0}
+    assert one.means() == {"rollout/tokens": 12.0, "reward/max": -2.0, "reward/min": -3.0}
 
 
 @pytest.mark.parametrize("values", [(1.0, math.nan), (math.nan, 1.0), (torch.tensor(math.nan), 1.0)])
-def test_a_maximum_does_not_hide_nan(values):
+def test_an_extreme_does_not_hide_nan(values):
     sums = MetricSums()
     for value in values:
         sums.add_max("reward/max", value)
+        sums.add_min("reward/min", value)
     assert math.isnan(sums.means()["reward/max"])
+    assert math.isnan(sums.means()["reward/min"])
 
 
 def test_nan_that_was_measured_is_reported():

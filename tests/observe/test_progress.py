@@ -166,6 +166,18 @@ def test_nothing_wraps_in_the_live_display(width, clock):
     assert len(lines) == 2 + 2 + expected
 
 
+def test_a_resumed_run_begins_where_it_was(clock):
+    stream = io.StringIO()
+    with PlainProgress(10, "grpo", stream, step=7) as plain:
+        clock.now += 2
+        plain.update(8, STEP)
+    assert "grpo: 10 steps, 7 of them done before" in stream.getvalue()
+    assert "8/10" in stream.getvalue()
+    assert plain.remaining_s == pytest.approx(4.0)  # two steps at 2 s each
+    assert "step 7/10" in rendered(LiveProgress(10, "grpo", step=7), 100)[1]
+    assert make_progress("off", 10, "grpo", step=7).step == 7
+
+
 def test_the_live_display_shows_what_is_there():
     progress = live()
     assert any("waiting for the first step" in line for line in rendered(progress, 80))

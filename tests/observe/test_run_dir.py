@@ -1,4 +1,6 @@
 import errno
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -81,6 +83,36 @@ def test_reading_metrics_names_what_is_wrong(tmp_path):
         run.read_metrics()
     with pytest.raises(DataError, match="no such file"):
         RunDirectory(tmp_path / "nowhere").read_metrics()
+
+
+def test_what_a_run_left_that_was_killed_as_it_began_is_replaced(tmp_path, monkeypatch):
+    """Killed before its configuration was whole: an empty metrics.jsonl and a hidden file."""
+    run = RunDirectory.create(tmp_path, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rename", lambda *names: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            run.write_config("run: {}")
+    assert {p.name.split("-")[0] for p in run.path.iterdir()} == {"metrics.jsonl", ".config.yaml"}
+    again = RunDirectory.create(tmp_path, "a", overwrite=True)
+    assert list(again.path.iterdir()) == []
+    again.metrics.write_text('{"mine": 1}\n')  # somebody's file of that name
+    with pytest.raises(ConfigError, match=r"run\.overwrite"):
+        RunDirectory.create(tmp_path, "a", overwrite=True)
+
+
+def test_one_process_writes_to_a_run(tmp_path):
+    run = make_run(tmp_path)
+    holder = "from headrace.observe.run_dir import RunDirectory as R; import sys\n"
+    holder += f"with R({str(run.path)!r}).locked(): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="another process is writing"), run.locked():
+            pass
+        other.kill()
+    with run.locked():  # the lock went with its process
+        pass
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):

@@ -324,11 +324,11 @@ def test_defects_in_the_users_own_stages_are_not_swallowed(
         raise RuntimeError("a defect of the user's")
 
     def recipe(config: Any, actor: Actor, reward: Any) -> Flow:
-        flow = recipes.grpo_flow(config, actor, reward)
+        flow = recipes.policy_flow(config, actor, reward)
         flow.add_stage("mine", broken, "reward", reads=["reward"], writes=["shaped"])
         return flow
 
-    monkeypatch.setitem(recipes.RECIPES, "grpo", recipe)
+    monkeypatch.setattr("headrace.trainers.launch.policy_flow", recipe)
     with pytest.raises(RuntimeError, match="a defect of the user's") as caught:
         command()
     assert caught.value.__notes__ == ["in stage 'mine' of flow 'grpo', step 1"]

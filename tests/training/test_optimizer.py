@@ -47,7 +47,7 @@ def test_norm_is_clipped_globally() -> None:
     (3 * a + 4 * b).sum().backward()
     result = optimizer.step()
     assert result.grad_norm == pytest.approx(5.0)
-    state = optimizer.state_dict()["adamw"]["state"]
+    state = optimizer.state_dict()["adam"]
     assert float(state[0]["exp_avg"]) == pytest.approx(0.1 * 0.6, rel=1e-4)
     assert float(state[1]["exp_avg"]) == pytest.approx(0.1 * 0.8, rel=1e-4)
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from test_torch_engine import TEMPERATURE, gradients, hf_double
+from test_torch_engine import TEMPERATURE, gradients, hf_double, with_shared_prompts
 from torch.nn.functional import logsigmoid
 
 from headrace.algorithms.losses.preference import bradley_terry, dpo_reward
 from headrace.data.batch import Batch
+from headrace.data.prefixes import share_prefixes
 from headrace.models.heads import critic_from
+from headrace.observe.metrics import MetricSums
 from headrace.training.engine import TokenOutputs
 from headrace.training.preference_loss import DPOLoss, PreferenceLoss, pair_rows, pair_weights
 from headrace.training.torch_engine import TorchEngine
@@ -108,6 +110,42 @@ def test_loss_gradient_and_metrics_equal_plain_float64(build_model: Any, kind: s
         assert (g.double() - wanted[n]).abs().max().item() < 2e-3 * scale, n
 
 
+@pytest.mark.parametrize("kind", ["dpo", "reward_model"])
+def test_a_shared_prompt_changes_nothing_in_float64(build_model: Any, kind: str) -> None:
+    """Loss and gradients as of rows computed one by one, where a pair, or two, have their prompt computed once."""
+    model = build_model("gpt2")  # whose layers are all of the dtype of the weights
+    model.hf.double()
+    model, loss, options, plain = case(kind, model)
+    batch = with_shared_prompts(pair_batch(97, [*PAIRS, (3, 4, 4)]))
+    hf = hf_double(model)
+    expected, *_ = plain(hf, batch)
+    expected.backward()
+    wanted = {f"hf.{n}": p.grad for n, p in hf.named_parameters() if p.grad is not None}
+    needed = torch.ones(batch.num_tokens, dtype=torch.bool)
+    prompts = 2 * sum(p for p, *_ in PAIRS) + 2 * 3
+    assert len(share_prefixes(batch, needed).computed) == batch.num_tokens - prompts + sum(
+        p for p, *_ in PAIRS
+    )
+    for budget in (24, 10_000):
+        engine = TorchEngine(
+            model, prefix=kind, temperature=TEMPERATURE, tokens_per_microbatch=budget, **options
+        )
+        model.set_trainable(True)  # without an optimizer, which would keep its weights in float32
+        metrics, parts = MetricSums(), engine.microbatches(batch)
+        for micro in parts:
+            value, found = loss(engine._forward(micro, with_entropy=False), micro)
+            value.backward()
+            metrics.merge(found)
+        assert (len(parts) > 1) == (budget == 24)
+        assert metrics.means()[f"{kind}/loss"] == pytest.approx(expected.item(), rel=1e-12)
+        got = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert got.keys() == wanted.keys()
+        for n, g in got.items():
+            torch.testing.assert_close(g, wanted[n], rtol=1e-6, atol=1e-7, msg=n)
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
 @settings(
     max_examples=20,
     deadline=None,
@@ -144,7 +182,8 @@ def test_the_cut_changes_nothing(
     assert whole.keys() == cut.keys()
     size = max(g.abs().max().item() for g in whole.values())
     for name in whole:
-        assert (cut[name] - whole[name]).abs().max().item() < 1e-6 * max(size, 1.0), name
+        # sums of float32 in another order, where prompts are computed once or twice
+        assert (cut[name] - whole[name]).abs().max().item() < 5e-6 * max(size, 1.0), name
 
 
 def test_a_micro_batch_never_holds_half_a_pair(tiny: Any) -> None:

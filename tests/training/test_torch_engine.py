@@ -47,6 +47,26 @@ def make_batch(vocab: int, lengths: list[tuple[int, int]], seed: int = 0) -> Bat
 
 
 ROWS = [(3, 5), (1, 1), (7, 12), (2, 9), (5, 3), (4, 0)]
+SAMPLES = [
+    (7, 12),
+    (3, 5),
+    (7, 2),
+    (3, 9),
+    (7, 7),
+    (7, 0),
+    (3, 1),
+    (9, 4),
+]  # rows of 7 and of 3 share a prompt
+
+
+def with_shared_prompts(batch: Batch) -> Batch:
+    """The same batch where all prompts of one length are the same tokens."""
+    ids, first = batch["input_ids"].clone(), {}
+    for r in range(batch.num_rows):
+        start, end = int(batch.offsets[r]), int(batch.offsets[r + 1])
+        p = int((~batch["response_mask"][start:end]).sum())
+        ids[start : start + p] = first.setdefault(p, ids[start : start + p].clone())
+    return batch.with_columns({"input_ids": ids})
 
 
 def hf_double(model: CausalLM):
@@ -74,9 +94,12 @@ def dense_outputs(hf, batch: Batch, temperature: float):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3", "gemma3", "gpt2"])
 @pytest.mark.parametrize("budget", [1, 20, 10_000])
-def test_outputs_equal_hf(tiny, name: str, budget: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_outputs_equal_hf(tiny, name: str, budget: int, shared: bool) -> None:
     model = tiny(name)
     batch = make_batch(model.vocab_size, ROWS)
+    if shared:
+        batch = with_shared_prompts(make_batch(model.vocab_size, SAMPLES))
     engine = TorchEngine(
         copy.deepcopy(model), prefix="actor", temperature=TEMPERATURE, tokens_per_microbatch=budget
     )
@@ -152,10 +175,13 @@ ALGORITHM = AlgorithmConfig(
 )
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", ["qwen2-tied", "gemma3", "gpt2"])
-def test_update_gradient_equals_plain_float64(build_model, name: str) -> None:
+def test_update_gradient_equals_plain_float64(build_model, name: str, shared: bool) -> None:
     model = build_model(name)
     batch = make_batch(model.vocab_size, ROWS)
+    if shared:
+        batch = with_shared_prompts(make_batch(model.vocab_size, SAMPLES))
     hf = hf_double(model)
     expected = dense_loss(hf, batch, ALGORITHM)
     expected.backward()
@@ -164,7 +190,7 @@ def test_update_gradient_equals_plain_float64(build_model, name: str) -> None:
         {"loss_weight": token_weights(batch["loss_mask"], batch.offsets, "token_mean")}
     )
     metrics, got = gradients(
-        model, weighted, PolicyLoss(ALGORITHM, measure_gap=False), tokens_per_microbatch=16
+        model, weighted, PolicyLoss(ALGORITHM, measure_gap=False), tokens_per_microbatch=28 if shared else 16
     )
     assert metrics["actor/loss"] == pytest.approx(expected.item(), rel=1e-4)
     assert got.keys() == wanted.keys()

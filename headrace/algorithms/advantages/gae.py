@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.algorithms.advantages.whiten import whiten
 from headrace.algorithms.ragged import check_mask, masked_per_row
+from headrace.algorithms.registry import Scored, register_advantage
+from headrace.config import AlgorithmConfig
 
 
 @torch.no_grad()
@@ -61,3 +64,20 @@ def gae(
     advantages[sampled] = advantage.to(dtype)
     returns[sampled] = (advantage + value).to(dtype)
     return advantages.to(device), returns.to(device)
+
+
+@register_advantage("gae", needs_critic=True)
+@torch.no_grad()
+def gae_advantage(scored: Scored, settings: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """(advantages [N], returns [N]) float32 by `gae`; with `algorithm.whiten_advantages` the advantages, not the
+    returns, are shifted and scaled to mean 0 and deviation 1 over the masked tokens of the step.
+
+    Raises ValueError without values.
+    """
+    if scored.values is None:
+        raise ValueError("gae needs the critic's values")
+    rewards, values = scored.token_rewards.float(), scored.values
+    advantages, returns = gae(
+        rewards, values, scored.mask, scored.offsets, settings.gamma, settings.gae_lambda
+    )
+    return whiten(advantages, scored.mask) if settings.whiten_advantages else advantages, returns

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from headrace.algorithms.advantages.groups import group_rewards, scatter_advantages
+from headrace.algorithms.registry import Scored, register_advantage
+from headrace.config import AlgorithmConfig
 
 
 @torch.no_grad()
@@ -35,11 +37,18 @@ def grpo(
     return scatter_advantages(rewards, groups, advantage)
 
 
+@register_advantage("grpo", grouped=True)
+def grpo_advantage(scored: Scored, settings: AlgorithmConfig) -> Tensor:
+    """[R] float64 by `grpo`, with `algorithm.normalize_std`."""
+    return grpo(scored.rewards, scored.group_ids, valid=scored.valid, normalize_std=settings.normalize_std)
+
+
 def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> dict[str, float]:
     """`reward/zero_spread_group_fraction`: how many of the groups with a valid row have equal valid rewards.
 
-    Every group-relative advantage of such a group is 0, so it teaches nothing; a group with one valid row is
-    one of them. Empty where no row is valid. Arguments and errors as in `grpo`.
+    Where nothing is taken off the rewards (a KL, a length penalty), every group-relative advantage of such a
+    group is 0, so it teaches nothing; a group with one valid row is one of them. Empty where no row is valid.
+    Arguments and errors as in `grpo`.
     """
     groups = group_rewards(rewards, group_ids, valid)
     scored = groups.count > 0

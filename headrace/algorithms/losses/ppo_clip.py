@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_LOG_RATIO = 20.0
+from headrace.algorithms.losses.ratio import probability_ratio
+from headrace.algorithms.registry import LossInputs, LossTerms, register_loss
+from headrace.config import AlgorithmConfig
 
 
 class PPOClipOutput(NamedTuple):
@@ -45,7 +47,7 @@ def ppo_clip(
     if dual_clip is not None and not dual_clip > 1.0:
         raise ValueError(f"dual_clip must be above 1, not {dual_clip}")
     advantages = advantages.detach()
-    ratio = (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = probability_ratio(logprobs, old_logprobs)
     unbounded = -advantages * ratio
     bounded = -advantages * ratio.detach().clamp(1.0 - clip_low, 1.0 + clip_high)
     clipped = bounded > unbounded.detach()
@@ -57,3 +59,18 @@ def ppo_clip(
         dual_clipped = (advantages < 0) & (ceiling < loss.detach())
         loss = torch.where(dual_clipped, ceiling, loss)
     return PPOClipOutput(loss, ratio.detach(), clipped, dual_clipped)
+
+
+@register_loss("ppo_clip")
+def ppo_clip_loss(inputs: LossInputs, settings: AlgorithmConfig) -> LossTerms:
+    """`ppo_clip` with the clip bounds of the settings; `actor/dual_clip_fraction` where there is a dual clip."""
+    out = ppo_clip(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+    )
+    extra = {} if settings.dual_clip is None else {"actor/dual_clip_fraction": out.dual_clipped}
+    return LossTerms(out.loss, out.ratio, out.clipped, extra)

@@ -108,10 +108,12 @@ class NativeEngine(RolloutEngine):
                 problems.append(f"request {i}: the prompt is empty; give it at least one token")
             elif min(ids) < 0 or max(ids) >= known:
                 problems.append(f"request {i}: a prompt id is outside the model's vocabulary of {known}")
-            if limit is not None and len(ids) + sampling.max_new_tokens > limit:
+            if request.limit(sampling) < 1:
+                problems.append(f"request {i}: max_new_tokens must be at least 1")
+            if limit is not None and len(ids) + request.limit(sampling) > limit:
                 problems.append(
                     f"request {i}: a prompt of {len(ids)} tokens and rollout.max_new_tokens"
-                    f" {sampling.max_new_tokens} exceed the model's {limit} positions; lower"
+                    f" {request.limit(sampling)} exceed the model's {limit} positions; lower"
                     " data.max_prompt_tokens or rollout.max_new_tokens"
                 )
         if sampling.stop and self.model.tokenizer is None:
@@ -137,13 +139,14 @@ class _Rollout:
         self.sampling = sampling
         self.num_seeds = [len(r.seeds) for r in requests]
         self.prompts = [np.array(r.prompt_ids, dtype=np.int64) for r in requests]
-        sizes = [(len(p), n) for p, n in zip(self.prompts, self.num_seeds, strict=True) if n]
         # requests without seeds take no part; `request` of a sample counts the others
         self.prompts = [p for p, n in zip(self.prompts, self.num_seeds, strict=True) if n]
-        num_blocks = self._num_blocks(sizes)
+        sizes = [(len(r.prompt_ids), len(r.seeds)) for r in requests if r.seeds]
+        limits = [r.limit(sampling) for r in requests if r.seeds]
+        num_blocks = self._num_blocks(sizes, limits)
         self.scheduler = Scheduler(
             sizes,
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=limits,
             num_blocks=num_blocks,
             block_size=engine.block_tokens,
             max_concurrent=engine.max_concurrent_sequences,
@@ -154,15 +157,16 @@ class _Rollout:
         seeds = [seed & 0xFFFFFFFFFFFFFFFF for request in requests for seed in request.seeds]
         self.seeds = np.array(seeds, dtype=np.uint64)
         self.prompt_tokens = np.repeat([n for n, _ in sizes], [n for _, n in sizes]).astype(np.int64)
+        self.limits = np.repeat(limits, [n for _, n in sizes]).astype(np.int64)
         # np.empty touches no memory: a row costs what the sample really generates
-        shape = (total, sampling.max_new_tokens)
+        shape = (total, max(limits, default=0))
         self.tokens = np.empty(shape, dtype=np.int64)
         self.logprobs = np.empty(shape, dtype=np.float64)
         self.untruncated = np.empty(shape, dtype=np.float64)
         self.versions = np.empty(shape, dtype=np.int64)
         self.counts = np.zeros(total, dtype=np.int64)
         self.stopped = np.zeros(total, dtype=bool)
-        longest = max((n for n, _ in sizes), default=0) + sampling.max_new_tokens
+        longest = max((size[0] + limit for size, limit in zip(sizes, limits, strict=True)), default=0)
         rows = min(engine.max_concurrent_sequences, max(total, 1))
         self.table = np.zeros((rows, self.scheduler.blocks_for(longest)), dtype=np.int64)
         self.end_ids = np.array(sorted({*self.model.eos_token_ids, *sampling.stop_token_ids}), dtype=np.int64)
@@ -198,12 +202,12 @@ class _Rollout:
         logger.debug("rollout: %s", stats)
         return self._completions()
 
-    def _num_blocks(self, sizes: Sequence[tuple[int, int]]) -> int:
+    def _num_blocks(self, sizes: Sequence[tuple[int, int]], limits: Sequence[int]) -> int:
         engine, model = self.engine, self.model
         if engine.kv_cache_tokens is not None:
             return engine.kv_cache_tokens // engine.block_tokens
         per_sample = sorted(
-            (-(-(p + self.sampling.max_new_tokens) // engine.block_tokens), n) for p, n in sizes
+            (-(-(p + limit) // engine.block_tokens), n) for (p, n), limit in zip(sizes, limits, strict=True)
         )
         places, worst = engine.max_concurrent_sequences, 0
         while places and per_sample:
@@ -327,7 +331,7 @@ class _Rollout:
                 if self.stop_texts[sample_id].push(t, look[i]):
                     stopped[i] = True
         self.stopped[who] = stopped
-        ended = stopped | (count + 1 >= self.sampling.max_new_tokens)
+        ended = stopped | (count + 1 >= self.limits[who])
         return [samples[i] for i in ended.nonzero()[0].tolist()]
 
     def _completions(self) -> list[list[Completion]]:

@@ -66,14 +66,14 @@ class Scheduler:
         self,
         requests: Sequence[tuple[int, int]],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | Sequence[int],
         num_blocks: int,
         block_size: int,
         max_concurrent: int,
         max_prefill_tokens: int,
     ) -> None:
-        """`requests`: (prompt tokens, samples) of each. `max_prefill_tokens` bounds the prefills of one step,
-        though a single longer one still runs alone.
+        """`requests`: (prompt tokens, samples) of each; `max_new_tokens` of all, or of each. `max_prefill_tokens`
+        bounds the prefills of one step, though a single longer one still runs alone.
 
         Raises ConfigError naming rollout.kv_cache_tokens when a request could never fit.
         """
@@ -84,9 +84,10 @@ class Scheduler:
         self.running: list[Sample] = []
         self.preemptions = 0
         self.samples: list[Sample] = []
-        for request, (prompt_tokens, count) in enumerate(requests):
+        limits = [max_new_tokens] * len(requests) if isinstance(max_new_tokens, int) else max_new_tokens
+        for request, ((prompt_tokens, count), limit) in enumerate(zip(requests, limits, strict=True)):
             # the last token sampled is never stored
-            longest = prompt_tokens + max_new_tokens - 1
+            longest = prompt_tokens + limit - 1
             if self.blocks_for(longest) > num_blocks:
                 raise ConfigError(
                     f"rollout.kv_cache_tokens: request {request} may need {longest} tokens"

@@ -1,0 +1,78 @@
+"""Reading checkpoints: which one to resume from, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from headrace.checkpoint.files import TensorFile
+from headrace.checkpoint.save import FORMAT, STATE, CheckpointStore
+from headrace.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk; `state` is its state.json."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+    def tensors(self, role: str) -> TensorFile:
+        """The tensors of a trained role, to be used in a `with`."""
+        return TensorFile(self.path / f"{role}.safetensors")
+
+
+def find_checkpoint(store: CheckpointStore) -> Checkpoint:
+    """The checkpoint that `latest` names, or, where that is damaged, the newest whole one, with a warning.
+
+    Raises ConfigError, with what is wrong with each, when there is none.
+    """
+    latest = store.pointer("latest")
+    names = list(reversed(store.steps()))
+    if latest is not None:
+        names = [latest, *(name for name in names if name != latest)]
+    problems: list[str] = []
+    for name in names:
+        try:
+            found = _read(store.folder / name)
+        except ConfigError as error:
+            problems += error.violations
+            continue
+        for problem in problems:
+            logger.warning("%s; resuming from %s instead", problem, name)
+        return found
+    raise ConfigError(
+        [
+            *problems,
+            f"run.resume: there is no checkpoint to resume from in {store.folder}; start the run anew, under another"
+            " run.name or with run.overwrite=true",
+        ]
+    )
+
+
+def _read(path: Path) -> Checkpoint:
+    """Raises ConfigError saying what is wrong with the checkpoint."""
+    try:
+        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        written = state["format"]
+        if written != FORMAT:
+            raise ConfigError(
+                f"{path}: the checkpoint is of format {written}; this version of headrace reads format {FORMAT}"
+            )
+        for name, size in state["sizes"].items():
+            if (path / name).stat().st_size != size:
+                raise ConfigError(f"{path}: the checkpoint is damaged ({name} is not {size} bytes long)")
+            with TensorFile(path / name):
+                pass
+        return Checkpoint(path, int(state["step"]), state)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}: the checkpoint is damaged ({what})") from error

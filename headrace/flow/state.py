@@ -1,0 +1,209 @@
+"""What of a run a checkpoint holds: trained roles, everything else with a state, random numbers, results so far.
+
+`mark` notes the small things whenever a step is done; `save` writes them with the weights, which must not have
+changed since. So an interrupted step leaves a checkpoint of the step before it, whatever it had begun.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from headrace.checkpoint.fingerprint import change, refused_changes, run_fingerprint, weights_hash
+from headrace.checkpoint.resume import Checkpoint
+from headrace.checkpoint.rng import load_rng_state, rng_state
+from headrace.checkpoint.save import CheckpointStore
+from headrace.data.fingerprint import data_fingerprint
+from headrace.data.loader import Loader
+from headrace.errors import ConfigError, RunError
+from headrace.flow.compile import CheckedFlow
+from headrace.rewards.stage import RewardStage
+from headrace.roles.role import Role
+from headrace.training.engine import TrainingState
+
+logger = logging.getLogger(__name__)
+
+
+EVALUATION = tuple(
+    f"eval.{key}" for key in ("path", "subset", "split", "limit_rows", "temperature", "samples_per_prompt")
+)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """A thing of the run whose state a checkpoint keeps. `state_dict()` gives plain values for JSON."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class RunState:
+    """The state of one run, between its flow and its checkpoints."""
+
+    def __init__(self, flow: CheckedFlow, loader: Loader, total_steps: int) -> None:
+        self.flow, self.loader = flow, loader
+        self._things: dict[str, Stateful] = {}
+        self._roles = _named([role for role in flow.roles if flow.trains(role)])
+        stages = " → ".join(stage.name for stage in flow.stages)
+        self._fingerprint = run_fingerprint(
+            flow.config, f"{flow.name}: {stages}", total_steps, data_fingerprint(loader.dataset)
+        )
+        self._frozen: dict[str, str] = {}
+        self._mark: dict[str, Any] = {}
+        self._mark_updates: list[dict[str, Any]] = []
+        self._saved: dict[str, Any] | None = None
+        self._restored = False
+        self._saved_things: dict[str, dict[str, Any]] | None = None
+        for stage in flow.stages:
+            owner = _behind(stage.function)
+            # a module's state is no plain values; it is taken for a judge with weights of its own
+            if isinstance(owner, Stateful) and not isinstance(owner, Role | torch.nn.Module):
+                self.register(f"stage {stage.name}", owner)
+
+    def register(self, name: str, thing: Stateful) -> None:
+        """Has `thing` saved with the run, and restored: now, where the run was restored already.
+
+        A stage that is an object with a state, or a method of one, is registered by itself.
+        """
+        self._things[name] = thing
+        if self._saved_things is not None:
+            self._restore_thing(name, self._saved_things)
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raises ConfigError with each change that would make another run of this one. Needs no models."""
+        problems = refused_changes(
+            checkpoint.state["fingerprint"], self._fingerprint, self.flow.config.checkpoint.allow_changed
+        )
+        if problems:
+            raise ConfigError(problems)
+
+    def same_evaluation(self, checkpoint: Checkpoint) -> bool:
+        """Whether evaluations of then and now can be compared."""
+        before, now = checkpoint.state["fingerprint"]["settings"], self._fingerprint["settings"]
+        return all(before.get(key) == now[key] for key in EVALUATION)
+
+    def roles_loaded(self) -> None:
+        """Notes the frozen weights; to be called once, when the roles are as the run starts."""
+        for name, role in _named(self.flow.roles).items():
+            frozen = ((n, p) for n, p in role.engine.model.named_parameters() if not p.requires_grad)
+            digest = weights_hash(frozen)
+            if digest is not None:
+                self._frozen[name] = digest
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Puts every role and thing where it was. Raises ConfigError when they are another run's."""
+        saved, allowed = checkpoint.state, self.flow.config.checkpoint.allow_changed
+        problems = []
+        for name, role in _named(self.flow.roles).items():
+            now = self._frozen.get(name)
+            if saved["frozen"].get(name, now) != now and role.key not in allowed:
+                problems.append(
+                    f"{role.key}: the frozen weights of the {name} are not those that the run started with;"
+                    f" put them back, or add '{role.key}' to checkpoint.allow_changed"
+                )
+            dtype, before = str(role.engine.model.dtype), saved["dtypes"].get(name)
+            if before is not None and before != dtype and "model.dtype" not in allowed:
+                problems.append(change("model.dtype", before, dtype, quoted=False))
+        if problems:
+            raise ConfigError(problems)
+        for name, role in self._roles.items():
+            if name not in saved["roles"]:
+                logger.warning("%s: nothing of it is in %s; it starts anew", name, checkpoint.path)
+                continue
+            with ExitStack() as files:
+                tensors = files.enter_context(checkpoint.tensors(name))
+                role.load_state_dict(TrainingState(tensors, saved["roles"][name]))
+        self._saved_things = saved["things"]
+        for name in self._things:
+            self._restore_thing(name, saved["things"])
+        self._restore_position(saved["loader"])
+        load_rng_state(saved["rng"])
+        self._restored = True
+
+    def _restore_thing(self, name: str, saved: dict[str, dict[str, Any]]) -> None:
+        if name in saved:
+            self._things[name].load_state_dict(saved[name])
+        else:
+            logger.warning("%s: the checkpoint has no state of it; it starts anew", name)
+
+    def _restore_position(self, saved: dict[str, Any]) -> None:
+        try:
+            self.loader.load_state_dict(saved)
+        except ConfigError as error:
+            if not self.flow.config.checkpoint.allow_changed:
+                raise
+            # every change was allowed by name, or `check` would have refused it
+            self.loader.move_near(saved)
+            logger.warning("the position in the data is about where it was, not exactly: %s", error)
+
+    def mark(self, step: int, **results: Any) -> None:
+        """Notes that `step` is done, with plain values for JSON besides. Raises ConfigError for a state that is not."""
+        try:
+            things = json.loads(json.dumps({n: thing.state_dict() for n, thing in self._things.items()}))
+        except TypeError as error:
+            raise ConfigError(f"a state_dict() of this flow cannot be written as JSON: {error}") from error
+        self._mark = {
+            "step": step,
+            "things": things,
+            "loader": self.loader.state_dict(),
+            "rng": rng_state(),
+            **results,
+        }
+        self._mark_updates = self._updates()
+        if self._restored:  # what was just read need not be written again
+            self._saved, self._restored = self._mark, False
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether the weights are still those of the mark."""
+        return self._mark_updates == self._updates()
+
+    def save(self, store: CheckpointStore, best: int | None) -> Path | None:
+        """Writes the marked state, unless that is done already. Raises RunError when it cannot be written."""
+        if self._saved is self._mark:
+            return None
+        if not self.can_be_saved:
+            step = self._mark["step"]
+            raise RunError(f"no checkpoint of step {step} can be written, since the step after it had begun")
+        states = {name: role.state_dict() for name, role in self._roles.items()}
+        state = {
+            "torch": torch.__version__,
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            **self._mark,
+            "roles": {name: s.numbers for name, s in states.items()},
+            "dtypes": {name: str(role.engine.model.dtype) for name, role in _named(self.flow.roles).items()},
+            "frozen": self._frozen,
+            "fingerprint": self._fingerprint,
+        }
+        tensors = {name: s.tensors for name, s in states.items()}
+        path = store.write(self._mark["step"], state, tensors, best)
+        self._saved = self._mark
+        return path
+
+    def _updates(self) -> list[dict[str, Any]]:
+        return [role.state_dict().numbers for role in self._roles.values()]
+
+
+def _behind(function: Any) -> Any:
+    """The user's object behind a stage: a reward function, a function of columns, or whose method it is."""
+    if isinstance(function, RewardStage):
+        function = function.function.function if function.function is not None else None
+    function = inspect.unwrap(function) if callable(function) else function
+    return getattr(function, "__self__", function)
+
+
+def _named(roles: list[Role]) -> dict[str, Role]:
+    """Role by name: actor, critic, …; a second one of a name is actor-2."""
+    out: dict[str, Role] = {}
+    for role in roles:
+        number = sum(other.name == role.name for other in out.values()) + 1
+        out[role.name if number == 1 else f"{role.name}-{number}"] = role
+    return out

@@ -1,0 +1,222 @@
+"""Which checkpoints there are after saves, kills and failures: the newest, the best, and never none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from headrace.checkpoint import files
+from headrace.checkpoint.resume import find_checkpoint
+from headrace.checkpoint.save import CheckpointStore
+from headrace.errors import ConfigError, RunError
+
+
+def write(store: CheckpointStore, step: int, best: int | None = None) -> None:
+    store.write(step, {"step": step}, {"actor": {"w": torch.full((2,), float(step))}}, best)
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def test_the_newest_and_the_best_stay(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=2)
+    for step in range(1, 7):
+        write(store, step, best=2 if step >= 2 else None)
+    assert names(folder) == {"step_2", "step_5", "step_6", "latest", "best"}
+    assert (folder / "latest").read_text() == "step_6\n"
+    assert (folder / "best").read_text() == "step_2\n"
+
+
+def test_keep_one_after_a_restart(folder: Path) -> None:
+    """Newest and best exist, and the one that was resumed from."""
+    first = CheckpointStore(folder, keep=1)
+    for step in (1, 2, 3):
+        write(first, step, best=1)
+    again = CheckpointStore(folder, keep=1, resumed=find_checkpoint(first).path.name)
+    write(again, 4, best=1)
+    assert names(folder) == {"step_1", "step_3", "step_4", "latest", "best"}
+    write(again, 5, best=5)
+    assert names(folder) == {"step_3", "step_5", "latest", "best"}
+    write(CheckpointStore(folder, keep=1, resumed="step_5"), 6, best=5)
+    assert names(folder) == {"step_5", "step_6", "latest", "best"}
+
+
+def test_a_course_that_was_left_goes(folder: Path) -> None:
+    """Resumed from step 2 while 3 and 4 are there: they are not newer than the new 3."""
+    store = CheckpointStore(folder, keep=2)
+    for step in (1, 2, 3, 4):
+        write(CheckpointStore(folder, keep=9), step)
+    (folder / "latest").write_text("step_2\n")
+    store.resumed = find_checkpoint(store).path.name
+    assert store.resumed == "step_2"
+    write(store, 3)
+    assert names(folder) == {"step_2", "step_3", "latest"}
+    assert find_checkpoint(store).step == 3
+
+
+@settings(max_examples=20, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 3),
+)
+def test_latest_and_best_are_always_there(
+    tmp_path_factory: pytest.TempPathFactory, saves: list[tuple[int, bool, bool]], keep: int
+) -> None:
+    """Saves at any steps, of which some are new bests and some come after a restart."""
+    folder = tmp_path_factory.mktemp("store") / "checkpoints"
+    store, best = CheckpointStore(folder, keep), None
+    for step, is_best, restart in saves:
+        if restart and folder.exists():
+            store = CheckpointStore(folder, keep, resumed=find_checkpoint(store).path.name)
+        best = step if is_best or best is None or best > step else best
+        write(store, step, best)
+        assert store.pointer("latest") == f"step_{step}"
+        assert find_checkpoint(store).step == step
+        assert store.pointer("best") in {None, f"step_{best}"}
+        assert store.pointer("best") is None or (folder / f"step_{best}" / "state.json").is_file()
+        assert len(store.steps()) <= keep + 2
+
+
+class Stop(BaseException):
+    """Stands for the end of the process: no handler of the code under test may see it as an error."""
+
+
+@pytest.mark.parametrize("same_step", [False, True], ids=["next step", "same step again"])
+def test_stopped_at_every_point_there_is_a_whole_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, same_step: bool
+) -> None:
+    """At the n-th fsync, rename or rmtree, with nothing after it done: the old or the new one is found, whole."""
+    step, number, found = 2 if same_step else 3, 0, set()
+    real = {"fsync": os.fsync, "rename": os.rename, "rmtree": shutil.rmtree}
+    while True:
+        number += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        write(CheckpointStore(folder, keep=1), 2)
+        left, dead = number, False
+
+        def counted(name: str):
+            def call(*arguments, **keywords):
+                nonlocal left, dead
+                left -= 1
+                dead = dead or left <= 0
+                if dead:
+                    raise Stop
+                return real[name](*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted("fsync"))
+            patch.setattr(os, "rename", counted("rename"))
+            patch.setattr(shutil, "rmtree", counted("rmtree"))
+            with contextlib.suppress(Stop):
+                write(CheckpointStore(folder, keep=1), step, best=step)
+        store = CheckpointStore(folder, keep=1)
+        store.clean()
+        assert not [n for n in names(folder) if n.startswith(".")]
+        checkpoint = find_checkpoint(store)
+        with checkpoint.tensors("actor") as tensors:
+            assert torch.equal(tensors["w"], torch.full((2,), float(checkpoint.step)))
+        found.add(checkpoint.step)
+        if not dead:
+            break
+    assert found == {2, step}
+    assert number > 8
+
+
+@pytest.mark.parametrize("failing", ["write_tensors", "write_text", "sync", "rename"])
+def test_a_full_disk_leaves_the_earlier_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    store = CheckpointStore(folder, keep=1)
+    write(store, 1)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    module, name = {
+        "write_tensors": ("headrace.checkpoint.save", "write_tensors"),
+        "write_text": ("headrace.checkpoint.save", "write_text"),
+        "sync": ("headrace.checkpoint.files", "sync"),
+        "rename": ("os", "rename"),
+    }[failing]
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{module}.{name}", fail)
+        with pytest.raises(RunError, match=r"step_2: .*No space left on device.*step_1, is still good"):
+            write(store, 2)
+    assert names(folder) == {"step_1", "latest"}
+    assert find_checkpoint(store).step == 1
+    write(store, 2)
+    assert names(folder) == {"step_2", "latest"}
+    assert files.sync is not fail
+
+
+def test_a_damaged_one_is_passed_over_with_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(folder, keep=3)
+    for step in (1, 2, 3):
+        write(store, step)
+    (folder / "step_3" / "actor.safetensors").write_bytes(b"")
+    (folder / "step_2" / "state.json").write_text('{"format": 1')
+    assert find_checkpoint(store).step == 1
+    assert "step_3: the checkpoint is damaged (actor.safetensors is not" in caplog.text
+    assert "step_2: the checkpoint is damaged" in caplog.text
+
+
+def test_none_at_all_says_so(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=1)
+    with pytest.raises(ConfigError, match=r"run\.resume: there is no checkpoint to resume from"):
+        find_checkpoint(store)
+    write(store, 1)
+    state = folder / "step_1" / "state.json"
+    state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(ConfigError) as error:
+        find_checkpoint(store)
+    assert "format 99" in error.value.violations[0]
+    assert len(error.value.violations) == 2
+
+
+def test_a_pointer_that_names_no_checkpoint(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=2)
+    write(store, 1)
+    write(store, 2)
+    for text in ("step_7\n", "../elsewhere\n", ""):
+        (folder / "latest").write_text(text)
+        assert find_checkpoint(store).step == 2
+    (folder / "latest").unlink()
+    assert find_checkpoint(store).step == 2
+
+
+def test_what_a_checkpoint_holds_is_not_executed(folder: Path) -> None:
+    """A pickle in the place of the tensors is no tensor file."""
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {folder / 'executed'}",)
+
+    store = CheckpointStore(folder, keep=1)
+    write(store, 1)
+    payload = pickle.dumps(Evil())
+    (folder / "step_1" / "actor.safetensors").write_bytes(payload)
+    state = folder / "step_1" / "state.json"
+    size = (folder / "step_1" / "actor.safetensors").stat().st_size
+    import json
+
+    content = json.loads(state.read_text()) | {"sizes": {"actor.safetensors": size}}
+    state.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="damaged"):
+        find_checkpoint(store)
+    assert not (folder / "executed").exists()
