@@ -32,7 +32,7 @@ class Pair:
 
 
 class PairDataset:
-    """Preference pairs. `dropped` and `truncated` count pairs over a limit, `identical` those with equal sides."""
+    """Preference pairs. `dropped` and `truncated` count pairs over a limit."""
 
     def __init__(
         self, rows: Rows, kept: Sequence[int], pairs: Sequence[Pair], dropped: int, truncated: int
@@ -44,7 +44,6 @@ class PairDataset:
         self.pairs = list(pairs)
         self.dropped = dropped
         self.truncated = truncated
-        self.identical = sum(pair.chosen == pair.rejected for pair in pairs)
 
     @classmethod
     def build(
@@ -95,15 +94,22 @@ class PairDataset:
         kept: list[int] = []
         pairs: list[Pair] = []
         for i, whole, better, worse in zip(readable, prompts, chosen, rejected, strict=True):
+            if better == worse:
+                problems.add(
+                    f"columns '{columns[0]}' and '{columns[1]}' hold the same response; nothing can be learned from"
+                    " such a pair, leave it out",
+                    rows.where(i),
+                )
+                continue
             prompt = fitting.prompt(whole, max(len(better), len(worse)), rows.where(i))
             if prompt is not None:
                 kept.append(i)
                 pairs.append(Pair(prompt, better, worse))
         problems.raise_any(f"{key}.path")
         report_over_limit(rows, fitting.dropped, fitting.truncated, len(kept), f"{key}.path")
-        out = cls(rows, kept, pairs, fitting.dropped, fitting.truncated)
-        out._report(texts if prompt_column is not None or builder.template is not None else [])
-        return out
+        if prompt_column is not None or builder.template is not None:
+            _report_repeated_prompts(rows, texts)
+        return cls(rows, kept, pairs, fitting.dropped, fitting.truncated)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -129,26 +135,15 @@ class PairDataset:
             {"input_ids": torch.int64, "response_mask": torch.bool},
         )
 
-    def _report(self, prompted: Sequence[tuple[str, str, str]]) -> None:
-        """Warns of what is allowed and probably not meant; `prompted`: texts whose prompt has a column of its own."""
-        if self.identical:
-            first = next(
-                i for i, pair in zip(self.kept, self.pairs, strict=True) if pair.chosen == pair.rejected
-            )
-            logger.warning(
-                "%s: %d of %d pairs have the same chosen and rejected response (first: %s): they teach nothing, and"
-                " count as half right",
-                self.name,
-                self.identical,
-                len(self),
-                self.rows.where(first),
-            )
-        if prompted and all(c.startswith(p) and r.startswith(p) for p, c, r in prompted):
-            logger.warning(
-                "%s: every chosen and rejected text begins with its own prompt, which then stands twice; if they are"
-                " whole texts, leave the prompt's column out of the data",
-                self.name,
-            )
+
+def _report_repeated_prompts(rows: Rows, texts: Sequence[tuple[str, str, str]]) -> None:
+    """Warns of what is allowed and probably not meant."""
+    if texts and all(c.startswith(p) and r.startswith(p) for p, c, r in texts):
+        logger.warning(
+            "%s: every chosen and rejected text begins with its own prompt, which then stands twice; if they are"
+            " whole texts, leave the prompt's column out of the data",
+            rows.name,
+        )
 
 
 def shared_prompt(chosen: str, rejected: str) -> int:
@@ -225,6 +220,11 @@ def _texts(
             raise RowProblem(f"{name} is one message and there is no prompt; name its column as data.prompt")
     better, worse = (completion_text(v, name) for v, name in zip((chosen, rejected), names, strict=True))
     cut = shared_prompt(better, worse)
+    if not better[:cut].endswith(TURN) and TURN in better + worse:
+        raise RowProblem(
+            f"the texts of {names[0]} and {names[1]} differ before the first {TURN!r} that both have;"
+            " a pair has one prompt"
+        )
     return better[:cut], better[cut:], worse[cut:]
 
 

@@ -42,7 +42,7 @@ class TrainingState:
 
 class Loss(Protocol):
     """A loss over one micro-batch: a *sum* over its tokens, each weighted by token column `loss_weight`, or over its
-    pairs, weighted by a row column of that name (a micro-batch holds whole pairs, see Batch.pack).
+    pairs, weighted by a row column of that name (a micro-batch holds whole pairs, see Batch.pieces).
 
     The weights are computed once over the whole update (algorithms/reduction.py), so the sum of the micro-batch
     losses, and its gradient, do not depend on how the update was cut. Metrics named in `per_update` are such

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -240,15 +239,31 @@ def test_limits_take_whole_pairs(byte_tokenizer: Make, caplog: pytest.LogCapture
     assert "2 of 3 rows dropped" in caplog.text
 
 
-def test_equal_sides_are_counted(byte_tokenizer: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_sides_are_refused(byte_tokenizer: Make) -> None:
     rows = [
         {"prompt": "a", "chosen": c, "rejected": r}
         for c, r in (("b", "c"), ("b", "b"), ("d", "e"), ("d", "d"))
     ]
-    with caplog.at_level(logging.WARNING):
-        pairs = build(byte_tokenizer(), rows)
-    assert (len(pairs), pairs.identical) == (4, 2)
-    assert "2 of 4 pairs have the same chosen and rejected response (first: row 2)" in caplog.text
+    text = refused(byte_tokenizer(), rows)
+    assert "columns 'chosen' and 'rejected' hold the same response" in text
+    assert "(row 2, row 4; 2 rows)" in text
+
+
+def test_dialogues_without_a_common_prompt(byte_tokenizer: Make) -> None:
+    """In the form of hh-rlhf the prompt ends with a turn that both have; answers may differ from any turn on."""
+    rows = [
+        {"chosen": f"\n\nHuman: {q}\n\nAssistant: r", "rejected": "\n\nHuman: q\n\nAssistant: s"}
+        for q in "qp"
+    ]
+    text = refused(byte_tokenizer(), rows)
+    assert (
+        "differ before the first '\\n\\nAssistant:' that both have; a pair has one prompt (row 2; 1 row)"
+        in text
+    )
+    assert "a pair has one prompt" in refused(byte_tokenizer(), [{"chosen": f"q{TURN} a", "rejected": "q a"}])
+    start = f"q{TURN}"
+    longer = build(byte_tokenizer(), [{"chosen": f"{start} a\n\nHuman: p{TURN} b", "rejected": f"{start} c"}])
+    assert rows_of(longer.batch([0]))[1] == row(a(start), [*a(" c"), EOS])
 
 
 def test_prompts_that_stand_twice_are_noticed(byte_tokenizer: Make, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,22 +17,6 @@ from headrace.observe.run_dir import RunDirectory
 COMMANDS = ["reward-model", "dpo"]
 
 
-@pytest.fixture(scope="module")
-def pairs(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train.jsonl (60 pairs) and heldout.jsonl (10): the right sum, and one too high."""
-    folder = tmp_path_factory.mktemp("pairs")
-    for name in ("train", "heldout"):
-        rows = [json.loads(line) for line in (arithmetic / f"{name}.jsonl").read_text().splitlines()]
-        write(
-            folder / f"{name}.jsonl",
-            [
-                {"prompt": r["prompt"], "chosen": r["answer"], "rejected": str(int(r["answer"]) + 1)}
-                for r in rows
-            ],
-        )
-    return folder
-
-
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -252,6 +236,7 @@ def test_the_weights_do_not_depend_on_the_micro_batches(
     [
         ({"prompt": "1+1=", "chosen": None, "rejected": "2"}, "column 'chosen' is null (line 3; 1 row)"),
         ({"prompt": "1+1=", "chosen": "2", "rejected": ""}, "column 'rejected' is empty (line 3; 1 row)"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "hold the same response"),
         ({"prompt": "1+" * 600, "chosen": "2", "rejected": "3"}, "(data.max_prompt_tokens)"),
     ],
 )
@@ -271,8 +256,9 @@ def test_bad_rows_end_the_run_before_it_starts(
     data = write(tmp_path / "data.jsonl", [good, good, row])
     assert run(command, arithmetic, data, tmp_path) == 2
     err = capsys.readouterr().err
-    assert "data.path" in err
+    assert "data.path: data.jsonl" in err or f"data.path: {data}" in err
     assert said in err
+    assert "line 3" in err
     assert not (tmp_path / "r").exists()
 
 
