@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -32,8 +33,13 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The example's ingredients in the current folder, which the configurations name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(EXAMPLE), *sys.path])
-    import make_task
-
+    # by its file: another example has a make_task of its own, which may be imported in this process too
+    spec = importlib.util.spec_from_file_location("make_task", EXAMPLE / "make_task.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_task = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "make_task", make_task)
+    spec.loader.exec_module(make_task)
     make_task.make(make_task.OUT)
 
 
