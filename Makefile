@@ -12,10 +12,11 @@ BIN := $(VENV)/bin
 CHECKED := $(wildcard headrace tests examples benchmarks)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types test-slow test-learn test-gpu docs clean
+.PHONY: help demo rlhf test lint types test-slow test-learn test-gpu docs clean
 
 help:
 	@echo "make demo        train a small model from nothing to a skill, on one CPU"
+	@echo "make rlhf        SFT, reward model and PPO, and DPO, on a made-up task (minutes)"
 	@echo "make test        the tests, without the long ones and those for a GPU"
 	@echo "make lint        ruff: rules and format"
 	@echo "make types       mypy"
@@ -23,10 +24,19 @@ help:
 	@echo "make test-learn  train until held-out accuracy rises (minutes)"
 	@echo "make test-gpu    the tests that need a CUDA device"
 	@echo "make docs        write docs/metrics.md and docs/configuration.md anew"
-	@echo "make clean       remove caches, builds, demo_run/ and tools_run/ (keeps .venv and runs/)"
+	@echo "make clean       remove caches, builds, demo_run/, rlhf_run/ and tools_run/ (keeps .venv and runs/)"
 
 demo: $(VENV)/.base
 	$(BIN)/python examples/arithmetic/demo.py
+
+rlhf: $(VENV)/.base
+	$(BIN)/python examples/rlhf/make_task.py
+	$(BIN)/headrace sft examples/rlhf/sft.yaml run.overwrite=true
+	$(BIN)/headrace reward-model examples/rlhf/reward_model.yaml run.overwrite=true
+	$(BIN)/headrace train examples/rlhf/ppo.yaml run.overwrite=true
+	$(BIN)/headrace dpo examples/rlhf/dpo.yaml run.overwrite=true
+	for model in sft ppo dpo; do \
+	  $(BIN)/headrace eval examples/rlhf/eval.yaml model=rlhf_run/$$model/model run.progress=off || exit 1; done
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not learn and not gpu and not slow"
@@ -55,7 +65,7 @@ docs: $(VENV)/.base
 	mv docs/configuration.md.new docs/configuration.md
 
 clean:
-	rm -rf build dist demo_run tools_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo_run rlhf_run tools_run .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CHECKED) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.created:

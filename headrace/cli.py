@@ -15,10 +15,10 @@ from typing import Any
 
 from headrace import __version__, cli_doctor, cli_report
 from headrace.cli_export import add_export, run_export
-from headrace.config import Config
+from headrace.config import Command, Config
 from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
-from headrace.config_load import Command, config_to_yaml, load_config, parse_value
+from headrace.config_load import config_to_yaml, load_config, parse_value
 from headrace.errors import ConfigError, HeadraceError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +28,8 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=", re.DOTALL)
 COMMANDS: dict[str, str] = {
     "train": "train a model with reinforcement learning",
     "sft": "fine-tune a model on prompts with known responses",
+    "reward-model": "train a reward model on pairs of a chosen and a rejected response",
+    "dpo": "train a model on such pairs directly (DPO), without a reward model",
     "eval": "score a model on a held-out data set",
 }
 
@@ -62,7 +64,11 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help=meaning, description=meaning, allow_abbrev=False)
     _add_settings(plan)
     plan.add_argument(
-        "--command", dest="planned", choices=("train", "sft"), default="train", help="of what run"
+        "--command",
+        dest="planned",
+        choices=[c for c in COMMANDS if c != "eval"],
+        default="train",
+        help="of what run",
     )
     plan.add_argument("--json", action="store_true", help="print JSON")
     cli_report.add_parser(commands)
@@ -138,6 +144,10 @@ def _run(command: str, config: Config) -> int:
     set_up_logging()
     if "torch" not in sys.modules:  # takes seconds, in which nothing else would be seen
         logger.info("headrace %s: loading torch and transformers", __version__)
+    if command in ("reward-model", "dpo"):
+        from headrace.trainers import preference
+
+        return int((preference.run_dpo if command == "dpo" else preference.run_reward_model)(config))
     from headrace.trainers import launch
 
     run = {"train": launch.run_train, "sft": launch.run_sft, "eval": launch.run_eval}[command]

@@ -86,6 +86,14 @@ class DataConfig(Section):
         None,
         "sft: column with the target response (default: the one of completion, response, answer, output)",
     )
+    chosen: str | None = key(
+        None,
+        "reward-model, dpo: column with the better response, or whole text or conversation (default: chosen)",
+    )
+    rejected: str | None = key(
+        None,
+        "reward-model, dpo: column with the worse one, of the same form (default: rejected)",
+    )
     template: str | None = key(None, "prompt text with {column} fields, used instead of data.prompt")
     system_prompt: str | None = key(None, "system message put before every chat prompt")
     format: Literal["auto", "chat", "plain"] = key(
@@ -172,15 +180,24 @@ class ReferenceConfig(Section):
     path: str | None = key(None, "frozen reference model (default: the actor as it starts)")
 
 
+class PreferenceConfig(Section):
+    beta: float = key(
+        0.1, "dpo: weight of the log-ratio to the reference; larger stays nearer to the reference", gt=0
+    )
+
+
 class TrainConfig(Section):
     steps: int | None = key(
-        None, "steps of the run; for sft: optimizer updates (default: train.epochs)", "steps", ge=1
+        None,
+        "steps of the run; for sft, reward-model and dpo: optimizer updates (default: train.epochs)",
+        "steps",
+        ge=1,
     )
     epochs: float = key(1.0, "passes over the data set, when train.steps is not given", "epochs", gt=0)
     prompts_per_step: int = key(32, "prompts per rollout step", "prompts", ge=1)
     samples_per_update: int | None = key(
         None,
-        "samples per optimizer update (default: all of the step, so one update; sft: 32)",
+        "samples per optimizer update (default: all of the step, so one update; sft: 32; reward-model, dpo: 32 pairs)",
         "samples",
         ge=1,
     )
@@ -192,7 +209,7 @@ class TrainConfig(Section):
         "micro-batches",
         ge=1,
     )
-    learning_rate: float = key(1e-6, "peak learning rate of the actor", gt=0)
+    learning_rate: float = key(1e-6, "peak learning rate of the actor, or of the reward model", gt=0)
     schedule: Literal["constant", "linear", "cosine"] = key(
         "constant", "learning rate after warm-up, counted in updates"
     )
@@ -251,6 +268,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig)
+    preference: PreferenceConfig = Field(default_factory=PreferenceConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -276,7 +294,10 @@ class Config(Section):
         return self.train.passes_per_step * (self.samples_per_step // per_update)
 
 
-def violations(config: Config, command: Literal["train", "sft", "eval"] = "train") -> list[str]:
+Command = Literal["train", "sft", "reward-model", "dpo", "eval"]
+
+
+def violations(config: Config, command: Command = "train") -> list[str]:
     """Everything wrong with a configuration that can be known without touching data or model, all at once."""
     out: list[str] = []
     c = config

@@ -10,18 +10,17 @@ import re
 import reprlib
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from headrace.config import SHORTHAND, Config, violations
+from headrace.config import SHORTHAND, Command, Config, violations
 from headrace.config_algorithm import under_another_name
 from headrace.config_aliases import nearest_keys, suggest
 from headrace.config_explain import KeyInfo, all_keys, sections
 from headrace.errors import ConfigError
 
-Command = Literal["train", "sft", "eval"]
 Settings = dict[str, dict[str, Any]]
 
 # Settings that may name a local file or folder, found beside the YAML file when not in the current directory.

@@ -86,7 +86,9 @@ def test_the_snippets_run(page, work, tmp_path, monkeypatch, capfd):
         if language == "python":
             runpy.run_path(str(file), run_name="__main__")
         elif language == "yaml":
-            load_config(file, command="sft" if "completion" in text else "train")
+            load_config(
+                file, command="dpo" if "pairs.jsonl" in text else "sft" if "completion" in text else "train"
+            )
         elif language == "bash":
             for line in text.replace("\\\n", " ").splitlines():
                 check_command(shlex.split(line, comments=True), monkeypatch)

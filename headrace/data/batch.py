@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.data.packing import pack_rows
+from headrace.data.packing import balance_rows, pack_rows
 
 RowColumn = Tensor | list[Any]
 
@@ -218,8 +218,30 @@ class Batch:
             yield value, self.select(members)
 
     def pack(self, tokens_per_microbatch: int) -> list[Batch]:
-        """Micro-batches of at most `tokens_per_microbatch` tokens (a longer row stands alone). See data/packing.py."""
-        return [self.select(rows) for rows in pack_rows(self.lengths.tolist(), tokens_per_microbatch)]
+        """Micro-batches of at most `tokens_per_microbatch` tokens (a longer row stands alone). See data/packing.py.
+
+        Rows with the same value of row column `pair_id` count as one row here: no cut can part a pair.
+        """
+        return self._cut(lambda lengths: pack_rows(lengths, tokens_per_microbatch))
+
+    def balance(self, parts: int) -> list[Batch]:
+        """At most `parts` micro-batches with near-equal token counts, none empty; pairs stay whole as in `pack`."""
+        return self._cut(lambda lengths: balance_rows(lengths, parts))
+
+    def pieces(self) -> list[list[int]]:
+        """Rows that no cut may part: those with the same value of row column `pair_id`, or each row by itself."""
+        column = self.rows.get("pair_id", range(self.num_rows))
+        pieces: dict[Any, list[int]] = {}
+        for row, pair in enumerate(column.tolist() if isinstance(column, Tensor) else column):
+            pieces.setdefault(pair, []).append(row)
+        return list(pieces.values())
+
+    def _cut(self, cut: Callable[[list[int]], list[list[int]]]) -> list[Batch]:
+        """The batch as `cut` divides it, given the tokens of each piece that must stay whole."""
+        whole = self.pieces()
+        lengths = self.lengths.tolist()
+        divided = cut([sum(lengths[row] for row in piece) for piece in whole])
+        return [self.select(sorted(row for p in part for row in whole[p])) for part in divided if part]
 
     def to(self, device: torch.device | str) -> Batch:
         """Tensor columns on `device`; offsets stay on the CPU."""

@@ -77,25 +77,28 @@ def share_prefixes(batch: Batch, needed: Tensor) -> SharedPrefixes:
 
 
 def pack_shared(batch: Batch, tokens_per_microbatch: int) -> list[Batch]:
-    """Micro-batches of at most so many computed tokens (a longer row stands alone); rows that begin alike stay together.
+    """Micro-batches of at most so many computed tokens; rows that begin alike stay together where they fit.
 
-    Every row appears exactly once; row order inside a micro-batch is ascending. Raises ValueError for a budget below 1.
+    What `Batch.pieces` holds together (a row, or a pair) is never parted; one over the budget stands alone. Every row
+    appears exactly once; row order inside a micro-batch is ascending. Raises ValueError for a budget below 1.
     """
     prefixes = prefix_lengths(batch["response_mask"], batch.offsets)
     own = batch.lengths.numpy() - prefixes
-    rows_of: dict[int, list[int]] = {}
-    for row, group in enumerate(prefix_groups(batch, prefixes)):
-        rows_of.setdefault(group, []).append(row)
+    groups = prefix_groups(batch, prefixes)
+    pieces_of: dict[tuple[int, ...], list[list[int]]] = {}
+    for piece in batch.pieces():
+        pieces_of.setdefault(tuple(dict.fromkeys(groups[row] for row in piece)), []).append(piece)
     units: list[tuple[int, list[int]]] = []
-    for rows in rows_of.values():
-        prefix = int(prefixes[rows[0]])
+    for pieces in pieces_of.values():
+        prefix = sum({groups[row]: int(prefixes[row]) for row in pieces[0]}.values())
         members: list[int] = []
         size = prefix
-        for row in rows:
-            if members and size + int(own[row]) > tokens_per_microbatch:
+        for piece in pieces:
+            tokens = int(own[piece].sum())
+            if members and size + tokens > tokens_per_microbatch:
                 units.append((size, members))
                 size, members = prefix, []
-            members.append(row)
-            size += int(own[row])
+            members += piece
+            size += tokens
         units.append((size, members))
     return [batch.select(rows) for rows in pack_units(units, tokens_per_microbatch)]

@@ -10,6 +10,7 @@ import torch
 
 from headrace.data.batch import Batch, RowColumn
 from headrace.data.dataset import Rows
+from headrace.data.fitting import Fitting, over_limit_kind, report_over_limit
 from headrace.data.prompt_builder import (
     Problems,
     PromptBuilder,
@@ -39,6 +40,8 @@ RESERVED_COLUMNS = frozenset(
         "greedy_baseline",
         "completion",
         "completion_ids",
+        "pair_id",
+        "is_chosen",
         "finish_reason",
         "num_tokens",
         "logprobs",
@@ -131,6 +134,11 @@ class PromptDataset:
         _report_unknown(rows, kept, kept_ids, builder.tokenizer.unk_token_id)
         return cls(rows, kept, kept_texts, kept_ids, dropped, truncated)
 
+    @property
+    def longest_tokens(self) -> int:
+        """Of the prompts; responses come on top."""
+        return max(map(len, self.prompt_ids))
+
     def __len__(self) -> int:
         return len(self.kept)
 
@@ -176,45 +184,26 @@ class SFTDataset:
         prompt is cut, never the completion; a row whose completion leaves no room for a prompt is dropped.
         Raises one DataError with every kind of problem, ConfigError for a tokenizer without EOS.
         """
-        eos = builder.tokenizer.eos_token_id
-        if eos is None:
-            raise ConfigError("model.tokenizer: has no end-of-sequence token, so a completion could not end")
+        eos = end_token(builder.tokenizer)
         problems = Problems(rows.name)
         readable, pairs = _prompt_and_completion(rows, builder, problems, key)
-        limits = (
-            builder.data.max_prompt_tokens,
-            builder.max_prompt_tokens if max_sequence_tokens is None else max_sequence_tokens,
-        )
-        policy = builder.data.over_limit
+        longest = builder.max_prompt_tokens if max_sequence_tokens is None else max_sequence_tokens
+        fitting = Fitting(builder, longest, problems)
         kept: list[int] = []
         kept_ids: list[tuple[list[int], list[int]]] = []
-        dropped = truncated = 0
-        for i, prompt, completion in zip(readable, *_sequence_ids(builder, pairs, eos), strict=True):
-            room = min(limits[0], limits[1] - len(completion))
-            if len(prompt) > room:
-                if policy == "error":
-                    what, limit, setting = (
-                        ("prompt", limits[0], "data.max_prompt_tokens")
-                        if len(prompt) > limits[0]
-                        else (
-                            "sequence of prompt and completion",
-                            limits[1],
-                            "rollout.max_sequence_tokens or the model's positions",
-                        )
-                    )
-                    total = len(prompt) + (0 if what == "prompt" else len(completion))
-                    problems.add(over_limit_kind(what, limit, setting), f"{rows.where(i)}: {total} tokens")
-                    continue
-                if policy == "drop" or room <= len(builder.prefix):
-                    dropped += 1
-                    continue
-                truncated += 1
-                prompt = builder.truncate_left(prompt, room)
+        for i, whole, completion in zip(readable, *sequence_ids(builder, pairs, eos), strict=True):
+            prompt = fitting.prompt(whole, len(completion), rows.where(i))
+            if prompt is None:
+                continue
             kept.append(i)
             kept_ids.append((prompt, completion))
         problems.raise_any(f"{key}.path")
-        report_over_limit(rows, dropped, truncated, len(kept), f"{key}.path")
-        return cls(rows, kept, kept_ids, dropped, truncated)
+        report_over_limit(rows, fitting.dropped, fitting.truncated, len(kept), f"{key}.path")
+        return cls(rows, kept, kept_ids, fitting.dropped, fitting.truncated)
+
+    @property
+    def longest_tokens(self) -> int:
+        return max(len(prompt) + len(completion) for prompt, completion in self.ids)
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -231,6 +220,13 @@ class SFTDataset:
             {"prompt_id": torch.tensor([self.kept[i] for i in indices], dtype=torch.int64)},
             {"input_ids": torch.int64, "response_mask": torch.bool},
         )
+
+
+def end_token(tokenizer: Any) -> int:
+    """The id that ends a given completion. Raises ConfigError for a tokenizer without one."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.tokenizer: has no end-of-sequence token, so a completion could not end")
+    return int(tokenizer.eos_token_id)
 
 
 def _prompt_and_completion(
@@ -253,7 +249,7 @@ def _prompt_and_completion(
             if answered is not None:
                 prompt = builder.render(answered[:-1])
                 where = f"the last message of column '{column}'"
-                completion = _completion_text(answered[-1]["content"], where)
+                completion = completion_text(answered[-1]["content"], where)
             elif target is None:
                 raise DataError(
                     f"data.completion: {rows.name} ({key}.path) has none of the columns"
@@ -262,7 +258,7 @@ def _prompt_and_completion(
                 )
             else:
                 prompt = builder.text(row, column)
-                completion = _completion_text(row[target], f"column '{target}'")
+                completion = completion_text(row[target], f"column '{target}'")
         except RowProblem as problem:
             problems.add(problem.kind, rows.where(i))
             continue
@@ -278,7 +274,7 @@ def _answered(value: Any) -> list[Any] | None:
     return value if value[-1].get("role") == "assistant" and "content" in value[-1] else None
 
 
-def _completion_text(value: Any, where: str) -> str:
+def completion_text(value: Any, where: str) -> str:
     """A text, or the text of a list with one assistant message. Raises RowProblem."""
     if _is_one_message(value):
         value = value[0]["content"]
@@ -300,7 +296,7 @@ def _is_one_message(value: Any) -> bool:
     )
 
 
-def _sequence_ids(
+def sequence_ids(
     builder: PromptBuilder, pairs: Sequence[tuple[str, str]], eos: int
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompt ids and completion ids, one EOS at the end of each completion.
@@ -318,25 +314,6 @@ def _sequence_ids(
             ids = ids[:-1]
         completions.append([*ids, eos])
     return builder.with_prefix(bare), completions
-
-
-def over_limit_kind(what: str, limit: int, setting: str) -> str:
-    return (
-        f"the {what} is longer than {limit} tokens ({setting}); raise that limit, or set data.over_limit to drop or"
-        " truncate_left"
-    )
-
-
-def report_over_limit(rows: Rows, dropped: int, truncated: int, left: int, key: str) -> None:
-    """Logs what the policy did. Raises DataError when nothing is left."""
-    if dropped:
-        logger.warning("%s: %d of %d rows dropped (over the token limit)", rows.name, dropped, len(rows))
-    if truncated:
-        logger.warning(
-            "%s: %d of %d prompts cut on the left (over the token limit)", rows.name, truncated, len(rows)
-        )
-    if not left:
-        raise DataError(f"{key}: {rows.name}: every row was dropped as over the token limit")
 
 
 def _report_unknown(rows: Rows, kept: list[int], ids: list[tuple[int, ...]], unknown: int | None) -> None:

@@ -18,10 +18,11 @@ from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
-from headrace.roles.role import Role
+from headrace.roles.role import ReaderRole, Role
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
 SUPERVISED_COLUMNS = {"input_ids", "response_mask"}
+PAIR_COLUMNS = SUPERVISED_COLUMNS | {"pair_id", "is_chosen"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,17 @@ class CheckedFlow:
     def supervised(self) -> bool:
         """True for a flow over given responses (sft)."""
         return any(s.spec.supervised for s in self.stages)
+
+    @property
+    def paired(self) -> bool:
+        """True for a flow over pairs of a chosen and a rejected response (reward-model, dpo)."""
+        return _paired(self.stages)
+
+    @property
+    def reader(self) -> ReaderRole | None:
+        """The role whose tokenizer reads the data: the one that is trained, else the first that has a tokenizer."""
+        readers = [role for role in self.roles if isinstance(role, ReaderRole)]
+        return min(readers, key=lambda role: not self.trains(role), default=None)
 
     def trains(self, role: Role) -> bool:
         """True when a stage of this flow updates the weights of `role`."""
@@ -197,7 +209,8 @@ def _column_violations(ordered: list[Stage], data_columns: set[str], config: Con
     """What each stage reads must be written by a stage it depends on, directly or through others."""
     out: list[str] = []
     supervised = any(s.spec.supervised for s in ordered)
-    source = data_columns | (SUPERVISED_COLUMNS if supervised else DATA_COLUMNS)
+    given = PAIR_COLUMNS if _paired(ordered) else SUPERVISED_COLUMNS if supervised else DATA_COLUMNS
+    source = data_columns | given
     writers: dict[str, list[str]] = {}
     for stage in ordered:
         for column in sorted(_written(stage, config)):
@@ -227,6 +240,10 @@ def _column_violations(ordered: list[Stage], data_columns: set[str], config: Con
                         f"stages '{first}' and '{second}' both write column '{column}' and neither comes after the other"
                     )
     return out
+
+
+def _paired(stages: Iterable[Stage]) -> bool:
+    return any("pair_id" in s.spec.reads for s in stages)
 
 
 def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:

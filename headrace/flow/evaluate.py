@@ -32,8 +32,10 @@ def evaluate(
         context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
         batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
         sums.merge(context.metrics)
-        samples += sample_records(batch)
-    _accuracy_metrics(sums, samples, flow.config.eval.samples_per_prompt)
+        if flow.generates:
+            samples += sample_records(batch)
+    if flow.generates:
+        _accuracy_metrics(sums, samples, flow.config.eval.samples_per_prompt)
     sums.add("time/eval_s", time.perf_counter() - started)
     metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}
     return metrics, samples
@@ -66,11 +68,15 @@ def _accuracy_metrics(sums: MetricSums, samples: Sequence[Mapping[str, Any]], pe
 
 def best_step(evaluations: Mapping[int, Mapping[str, float]]) -> int | None:
     """The step whose evaluation is best, among those after training began: by eval/accuracy, then by
-    eval/reward_mean; the earliest where several are equal. None where nothing was measured."""
+    eval/reward_mean, or for pairs by the smallest eval/loss; the earliest where several are equal. None where nothing
+    was measured."""
     scores = {
-        step: (metrics.get("eval/accuracy", -math.inf), metrics["eval/reward_mean"])
+        step: (
+            metrics.get("eval/accuracy", -math.inf),
+            metrics.get("eval/reward_mean", -metrics.get("eval/loss", math.inf)),
+        )
         for step, metrics in sorted(evaluations.items())
-        if step > 0 and "eval/reward_mean" in metrics
+        if step > 0 and not metrics.keys().isdisjoint(("eval/reward_mean", "eval/loss"))
     }
     return max(scores, key=lambda step: scores[step]) if scores else None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headrace.config import Config
-from headrace.data.prompts import PromptDataset, SFTDataset
+from headrace.data.prompts import PromptDataset
 from headrace.errors import ConfigError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.source import PreparedData
@@ -139,7 +139,9 @@ def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None
     config = flow.config
     sets = [d.dataset for d in (data, held_out) if d is not None]
     new = config.rollout.max_new_tokens
-    longest = max(_longest(d) + (0 if isinstance(d, SFTDataset) else new) for d in sets)
+    longest = max(d.longest_tokens + (new if isinstance(d, PromptDataset) else 0) for d in sets)
+    if flow.paired:
+        return Load(longest, 2 * data.rows_per_step, 0, 0, shared=2.0)  # at most: pairs that are prompt alone
     if flow.supervised:
         rows, generated = data.rows_per_step, 0
     else:
@@ -152,12 +154,6 @@ def load_of(flow: CheckedFlow, data: PreparedData, held_out: PreparedData | None
     prompt = max(0, longest - new)
     shared = 1.0 if samples == 1 else samples * longest / (prompt + samples * new)
     return Load(longest, rows, generated, config.train.prompts_per_step, shared)
-
-
-def _longest(dataset: PromptDataset | SFTDataset) -> int:
-    if isinstance(dataset, SFTDataset):
-        return max(len(prompt) + len(completion) for prompt, completion in dataset.ids)
-    return max(map(len, dataset.prompt_ids))
 
 
 def estimate_memory(flow: CheckedFlow, load: Load) -> Estimate:

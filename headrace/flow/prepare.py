@@ -13,7 +13,6 @@ from headrace.flow.source import PreparedData, prepare_data
 from headrace.models.adapter_folder import weights_source
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
-from headrace.roles.role import LanguageModelRole
 
 if TYPE_CHECKING:
     from headrace.flow.run import Evaluation
@@ -67,7 +66,7 @@ def prepare_both(
 def check_roles(flows: Sequence[CheckedFlow]) -> None:
     """What can be known about every model without its weights. Raises ConfigError with all violations."""
     roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
-    reader = next((role for role in roles if isinstance(role, LanguageModelRole)), None)
+    reader = flows[0].reader
     problems = [p for role in roles if role is not reader for p in role.problems(reader)]
     if problems:
         raise ConfigError(problems)

@@ -36,6 +36,7 @@ from headrace.observe.progress import Progress, make_progress
 from headrace.observe.report import write_run_report
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
+from headrace.roles.reward_model import RewardModel
 from headrace.stages import StageContext
 
 logger = logging.getLogger(__name__)
@@ -283,7 +284,7 @@ class _Run:
         if not self.config.run.save_final:
             return
         for role in self.flow.roles:
-            if isinstance(role, Actor) and self.flow.trains(role):
+            if isinstance(role, Actor | RewardModel) and self.flow.trains(role):
                 progress.stage("save", None)
                 self.result.model = role.save(self.directory.model)
 

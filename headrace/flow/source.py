@@ -10,6 +10,7 @@ from headrace.agents.environment import role_of
 from headrace.agents.turn_format import check_turns
 from headrace.config import Config, DataConfig
 from headrace.data.dataset import HFDataset, Rows, load_rows
+from headrace.data.pairs import PairDataset
 from headrace.data.prompts import PromptBuilder, PromptDataset, SFTDataset
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
@@ -17,7 +18,8 @@ from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 from headrace.models.hf import LOADING_ERRORS, first_line
 from headrace.roles.actor import Actor
-from headrace.roles.role import LanguageModelRole
+from headrace.roles.reward_model import RewardModel
+from headrace.roles.role import ReaderRole
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ logger = logging.getLogger(__name__)
 class PreparedData:
     """`rows_key` is the setting behind `rows_per_step`."""
 
-    dataset: PromptDataset | SFTDataset
+    dataset: PromptDataset | SFTDataset | PairDataset
     rows_per_step: int
     rows_key: str
 
@@ -38,7 +40,7 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
     ("data" or "eval") that says which of its rows to take, where it is not an HFDataset.
     """
     config = flow.config
-    role = next((r for r in flow.roles if isinstance(r, LanguageModelRole)), None)
+    role = flow.reader
     if role is None:
         raise ConfigError(f"flow '{flow.name}' has no language model to read the data with")
     rows, own = read_rows(config, dataset, key)
@@ -78,10 +80,22 @@ def source_problems(config: Config, dataset: Any, key: str) -> list[str]:
 
 
 def _tokenized(
-    flow: CheckedFlow, role: LanguageModelRole, rows: Rows, options: DataConfig, key: str
+    flow: CheckedFlow, role: ReaderRole, rows: Rows, options: DataConfig, key: str
 ) -> PreparedData:
     config = flow.config
     limit = sequence_limit(config, role)
+    if flow.paired:
+        builder = PromptBuilder(role.tokenizer, options)
+        pairs = PairDataset.build(
+            rows,
+            builder,
+            max_sequence_tokens=limit,
+            needs_prompt=not isinstance(role, RewardModel),
+            key=key,
+        )
+        return PreparedData(
+            pairs, config.train.samples_per_update or SUPERVISED_ROWS, "train.samples_per_update"
+        )
     if flow.supervised:
         builder = PromptBuilder(role.tokenizer, options)
         sequences = SFTDataset.build(rows, builder, max_sequence_tokens=limit, key=key)
@@ -114,19 +128,19 @@ def _check_cache(config: Config, longest_prompt: int) -> None:
 
 
 SOURCE_KEYS = {"path", "subset", "split", "limit_rows"}  # where rows come from, not how they become prompts
-SUPERVISED_ROWS = 32  # sequences per update where train.samples_per_update is not given
+SUPERVISED_ROWS = 32  # sequences, or pairs, per update where train.samples_per_update is not given
 
 
-def sequence_limit(config: Config, role: LanguageModelRole) -> int:
+def sequence_limit(config: Config, role: ReaderRole) -> int:
     """Tokens a whole sequence may have: rollout.max_sequence_tokens, or what the model's positions allow."""
     limits = [config.rollout.max_sequence_tokens, position_limit(role)]
     return min((n for n in limits if n is not None), default=1 << 30)
 
 
-def position_limit(role: LanguageModelRole) -> int | None:
+def position_limit(role: ReaderRole) -> int | None:
     """The model's longest sequence, read from its config.json without its weights (None: not stated)."""
-    if role.is_loaded:
-        return role.model.max_positions
+    if role.loaded is not None:
+        return role.loaded.max_positions
     path = weights_source(find_model(str(role.model_config.path), role.key), role.key)
     if path.endswith(".gguf"):
         return None

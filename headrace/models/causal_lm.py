@@ -151,10 +151,10 @@ class ScalarModel(Backbone):
         return [f"score.{name}" for name, _ in self.hf.score.named_parameters()]
 
     def scalars(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] → float32 [T]."""
-        head = self.hf.score
-        bias = head.bias.float() if head.bias is not None else None
-        return nn.functional.linear(hidden.float(), head.weight.float(), bias).squeeze(-1)
+        """hidden [T, H] → float32 [T], or float64 where hidden is."""
+        head, dtype = self.hf.score, torch.promote_types(torch.float32, hidden.dtype)
+        bias = head.bias.to(dtype) if head.bias is not None else None
+        return nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias).squeeze(-1)
 
 
 @torch.no_grad()

@@ -12,15 +12,25 @@ from headrace.models import attention
 from headrace.models.adapter_folder import adapter_folder, load_adapters
 from headrace.models.causal_lm import CausalLM, ScalarModel, verify_against_hf
 from headrace.models.find import find_model
-from headrace.models.hf import LOADING_ERRORS, first_line, load_tokenizer, require_weights
+from headrace.models.hf import (
+    LOADING_ERRORS,
+    first_line,
+    load_tokenizer,
+    no_loading_report,
+    no_progress_bars,
+    require_weights,
+)
 from headrace.models.lora import base_state, inject
 
 
-def critic_from(actor: CausalLM, gradient_checkpointing: bool = False) -> ScalarModel:
+def critic_from(
+    actor: CausalLM, gradient_checkpointing: bool = False, key: str = "critic.path"
+) -> ScalarModel:
     """A critic whose transformer starts as the actor's and whose values start at exactly 0.
 
     Of an actor with adapters it shares the frozen weights, and gets adapters of its own that start as the actor's;
-    otherwise it is a copy. Raises ConfigError when transformers has no scalar-head class for the architecture.
+    otherwise it is a copy. Raises ConfigError naming `key` when transformers has no scalar-head class for the
+    architecture.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -32,9 +42,9 @@ def critic_from(actor: CausalLM, gradient_checkpointing: bool = False) -> Scalar
         )
     except ValueError as error:
         raise ConfigError(
-            f"critic.path: transformers has no scalar head for {type(actor.hf).__name__}: {first_line(error)}"
+            f"{key}: transformers has no scalar head for {type(actor.hf).__name__}: {first_line(error)}"
         ) from error
-    _one_linear_head(hf, "critic.path")
+    _one_linear_head(hf, key)
     hf.to(device=actor.device, dtype=actor.dtype).eval()
     own = actor.adapters
     adapters = None
@@ -63,11 +73,13 @@ def load_scalar_model(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
     needs_head: bool = True,
+    tokenizer: Any = None,
 ) -> ScalarModel:
     """Loads a folder or hub id with a one-label sequence-classification head.
 
     An adapter folder gives its base, its adapters and its head. With `needs_head` (a reward model) a folder without a
-    trained `score` is refused; otherwise (a critic) the missing head starts at 0. Raises ConfigError naming `key`.
+    trained `score` is refused; otherwise (a critic, or a reward model to be trained) the missing head starts at 0.
+    `tokenizer`: default that of the folder. Raises ConfigError naming `key`.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -76,14 +88,15 @@ def load_scalar_model(
     adapter = adapter_folder(path, key)
     weights = adapter.base if adapter is not None else path
     try:
-        hf, info = AutoModelForSequenceClassification.from_pretrained(
-            weights,
-            num_labels=1,
-            dtype=dtype,
-            attn_implementation=attention.IMPLEMENTATION,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
+        with no_loading_report(), no_progress_bars():
+            hf, info = AutoModelForSequenceClassification.from_pretrained(
+                weights,
+                num_labels=1,
+                dtype=dtype,
+                attn_implementation=attention.IMPLEMENTATION,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            )
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"{key}: '{weights}' cannot be loaded with one scalar output: {first_line(error)}"
@@ -102,7 +115,8 @@ def load_scalar_model(
     hf.to(device).eval()
     if missing:
         torch.nn.init.zeros_(hf.score.weight)
-    tokenizer: Any = load_tokenizer(path, trust_remote_code, key)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(path, trust_remote_code, key)
     model = ScalarModel(hf, tokenizer, adapters)
     try:
         verify_against_hf(model)

@@ -198,6 +198,19 @@ def no_progress_bars() -> Iterator[None]:
             hf_logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def no_loading_report() -> Iterator[None]:
+    """Keeps transformers' table of missing weights back where the caller judges them itself."""
+    from transformers.utils import logging as hf_logging
+
+    before = hf_logging.get_verbosity()
+    hf_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(before)
+
+
 def eos_token_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
     """Every id that ends a response: generation_config's, the config's and the tokenizer's, in that order.
 

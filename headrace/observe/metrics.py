@@ -30,6 +30,24 @@ class Metric:
     meaning: str
 
 
+def _preference(prefix: str, model: str, unit: str) -> tuple[Metric, ...]:
+    """What training on preference pairs logs."""
+    reward = "log-probability ratio to the reference x preference.beta" if prefix == "dpo" else "score"
+    return (
+        Metric(
+            f"{prefix}/loss", "nats", "Mean over pairs of -log sigmoid(margin); log 2 where nothing is known."
+        ),
+        Metric(f"{prefix}/accuracy", "fraction", "Pairs ordered rightly; a tie counts as half."),
+        Metric(f"{prefix}/margin", unit, f"Mean {reward} of the chosen response minus that of the rejected."),
+        Metric(f"{prefix}/chosen_reward", unit, f"Mean {reward} of the chosen responses."),
+        Metric(f"{prefix}/rejected_reward", unit, f"Mean {reward} of the rejected responses."),
+        Metric(f"{prefix}/grad_norm", "norm", f"Global gradient norm of {model} before clipping."),
+        Metric(f"{prefix}/learning_rate", "rate", "Learning rate of the update."),
+        Metric(f"{prefix}/updates", "updates", "Optimizer updates in the step."),
+        Metric(f"{prefix}/skipped_updates", "updates", "Updates left out because a gradient was not finite."),
+    )
+
+
 _BUILT_IN = (
     Metric("train/step", "steps", "The step just finished, counted from 1."),
     Metric("reward/mean", "reward", "Mean reward of the step's samples."),
@@ -128,7 +146,17 @@ _BUILT_IN = (
     Metric("sft/learning_rate", "rate", "Learning rate of the update."),
     Metric("sft/updates", "updates", "Optimizer updates in the step."),
     Metric("sft/skipped_updates", "updates", "Updates left out because a gradient was not finite."),
-    Metric("eval/accuracy", "fraction", "Held-out responses with a reward of at least 1."),
+    *_preference("reward_model", "the reward model", "reward"),
+    *_preference("dpo", "the policy", "nats"),
+    Metric(
+        "eval/accuracy",
+        "fraction",
+        "Held-out responses with a reward of at least 1; of pairs, those ordered rightly (a tie counts as half).",
+    ),
+    Metric("eval/loss", "nats", "Mean of -log sigmoid(margin) on held-out pairs."),
+    Metric("eval/margin", "reward", "Mean reward of the chosen minus the rejected response, held-out pairs."),
+    Metric("eval/chosen_reward", "reward", "Mean reward of the chosen responses of held-out pairs."),
+    Metric("eval/rejected_reward", "reward", "Mean reward of the rejected responses of held-out pairs."),
     Metric(
         "eval/accuracy_stderr",
         "fraction",
@@ -145,7 +173,7 @@ _BUILT_IN = (
     Metric("eval/truncated_fraction", "fraction", "Held-out responses cut at rollout.max_new_tokens."),
     Metric("eval/agent/<name>", "as agent/<name>", "The metric agent/<name> on held-out episodes."),
     Metric("eval/agent/part/<name>", "number", "The metric agent/part/<name> on held-out episodes."),
-    Metric("eval/rows", "rows", "Held-out rows that were evaluated, each once."),
+    Metric("eval/rows", "rows", "Held-out rows, or pairs, that were evaluated, each once."),
     Metric("data/epoch", "epochs", "Passes over the data set so far, with fraction."),
     Metric("data/prompts_dropped", "prompts", "Prompts over data.max_prompt_tokens that were dropped."),
     Metric("data/prompts_truncated", "prompts", "Prompts over data.max_prompt_tokens that were cut."),

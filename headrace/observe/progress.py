@@ -25,7 +25,9 @@ Mode = Literal["auto", "live", "plain", "off"]
 _SHOWN: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("reward", 7, ("reward/mean",)),
     ("KL", 7, ("actor/kl",)),
-    ("loss", 7, ("actor/loss", "sft/loss")),
+    ("loss", 7, ("actor/loss", "sft/loss", "reward_model/loss", "dpo/loss")),
+    ("accuracy", 8, ("reward_model/accuracy", "dpo/accuracy")),
+    ("margin", 7, ("reward_model/margin", "dpo/margin")),
     ("perplexity", 10, ("sft/perplexity",)),
     ("gap", 7, ("gap/abs_logprob_mean",)),
     ("response", 8, ("rollout/response_tokens_mean",)),

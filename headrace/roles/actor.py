@@ -42,6 +42,7 @@ EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
 
 class Actor(LanguageModelRole):
     name = "actor"
+    supervised_prefix = "sft"  # of its metrics in a flow over given responses
     environment: MakeEnvironment | None = None  # instead of agent.environment, for callers in Python
     _rollout: NativeEngine | None = None
     _agent: AgentRollout | None = None
@@ -58,8 +59,9 @@ class Actor(LanguageModelRole):
         self._engine = make_engine(
             self.model,
             config,
-            prefix="sft" if supervised else "actor",
+            prefix=self.supervised_prefix if supervised else "actor",
             optimizer=settings if trains else None,
+            supervised=supervised,
         )
         self._agent = None
         make, r = self.find_environment(config), config.rollout

@@ -16,6 +16,7 @@ from headrace.models.heads import critic_from, load_scalar_model
 from headrace.models.hf import resolve_device, resolve_dtype
 from headrace.roles.role import (
     LanguageModelRole,
+    ReaderRole,
     Role,
     adapt,
     count_updates,
@@ -43,7 +44,7 @@ class Critic(Role):
         self._model: ScalarModel | None = None
         self._engine: TorchEngine | None = None
 
-    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+    def problems(self, reader: ReaderRole | None) -> list[str]:
         copied = self.start is not None or self._model is not None
         return [] if copied else super().problems(reader)
 

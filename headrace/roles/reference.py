@@ -9,7 +9,7 @@ from headrace.data.batch import Batch
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import copy_causal_lm
 from headrace.models.starting_policy import StartingPolicy
-from headrace.roles.role import LanguageModelRole, make_engine
+from headrace.roles.role import LanguageModelRole, ReaderRole, make_engine
 from headrace.stages import StageContext, stage
 
 
@@ -29,7 +29,7 @@ class Reference(LanguageModelRole):
         super().__init__(model, device, loaded)
         self.start = start
 
-    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+    def problems(self, reader: ReaderRole | None) -> list[str]:
         copied = self.start is not None or self.is_loaded
         return [] if copied else super().problems(reader)
 
@@ -37,9 +37,11 @@ class Reference(LanguageModelRole):
         if self._model is None and self.start is not None:
             start = self.start.model
             self._model = copy_causal_lm(start) if start.adapters is None else StartingPolicy(start)
-        self._engine = make_engine(self.model, config, prefix="reference", optimizer=None)
+        self._engine = make_engine(
+            self.model, config, prefix="reference", optimizer=None, supervised=supervised
+        )
 
     @stage(reads=("input_ids", "response_mask"), writes=("reference_logprobs",))
     def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """Log-probabilities of the sampled tokens under the frozen model, at the rollout temperature."""
+        """Log-probabilities of the response tokens under the frozen model, at the trained model's temperature."""
         return {"reference_logprobs": self.engine.outputs(batch).logprobs}

@@ -35,7 +35,7 @@ class Role:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.model_config.path})"
 
-    def problems(self, reader: LanguageModelRole | None) -> list[str]:
+    def problems(self, reader: ReaderRole | None) -> list[str]:
         """What is wrong with the model, as far as that shows without its weights.
 
         `reader` is the role that tokenizes the data: ids are never re-encoded, so vocabularies must be the same.
@@ -70,18 +70,20 @@ class Role:
         self.engine.load_state_dict(state)
 
 
-class LanguageModelRole(Role):
-    """A role with a language-model head: actor and reference."""
+class ReaderRole(Role):
+    """A role that can read the data: it has a tokenizer before it has weights."""
 
-    def __init__(self, model: ModelConfig, device: str = "auto", loaded: CausalLM | None = None) -> None:
-        super().__init__(model, device)
-        self._model = loaded
-        self._tokenizer: Any = loaded.tokenizer if loaded is not None else None
-        self._engine: TorchEngine | None = None
+    _tokenizer: Any = None
+    _engine: TorchEngine | None = None
+
+    @property
+    def loaded(self) -> Backbone | None:
+        """The model, once it is in memory."""
+        raise NotImplementedError
 
     @property
     def is_loaded(self) -> bool:
-        return self._model is not None
+        return self.loaded is not None
 
     @property
     def tokenizer(self) -> Any:
@@ -93,6 +95,25 @@ class LanguageModelRole(Role):
             if c.chat_template is not None:
                 use_chat_template(self._tokenizer, c.chat_template)
         return self._tokenizer
+
+    @property
+    def engine(self) -> TorchEngine:
+        if self._engine is None:
+            raise RuntimeError(f"{self.name}: prepare() has not been called")
+        return self._engine
+
+
+class LanguageModelRole(ReaderRole):
+    """A role with a language-model head: actor and reference."""
+
+    def __init__(self, model: ModelConfig, device: str = "auto", loaded: CausalLM | None = None) -> None:
+        super().__init__(model, device)
+        self._model = loaded
+        self._tokenizer = loaded.tokenizer if loaded is not None else None
+
+    @property
+    def loaded(self) -> CausalLM | None:
+        return self._model
 
     @property
     def model(self) -> CausalLM:
@@ -111,12 +132,6 @@ class LanguageModelRole(Role):
             )
         return self._model
 
-    @property
-    def engine(self) -> TorchEngine:
-        if self._engine is None:
-            raise RuntimeError(f"{self.name}: prepare() has not been called")
-        return self._engine
-
 
 def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
     """Gives a model that is to be trained its adapters (`lora.rank`), or checks those that it came with."""
@@ -127,12 +142,20 @@ def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
 
 
 def make_engine(
-    model: Any, config: Config, *, prefix: str, optimizer: OptimizerSettings | None
+    model: Any,
+    config: Config,
+    *,
+    prefix: str,
+    optimizer: OptimizerSettings | None,
+    supervised: bool = False,
+    scores_rows: bool = False,
 ) -> TorchEngine:
+    """`supervised`: given responses are judged by the model's own distribution, whatever the sampling temperature."""
     return TorchEngine(
         model,
         prefix=prefix,
-        temperature=config.rollout.temperature if prefix != "sft" else 1.0,
+        temperature=1.0 if supervised else config.rollout.temperature,
+        scores_rows=scores_rows,
         tokens_per_microbatch=config.train.tokens_per_microbatch,
         microbatches_per_update=config.train.microbatches_per_update,
         max_skipped_updates=config.train.max_skipped_updates,

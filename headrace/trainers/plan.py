@@ -20,6 +20,9 @@ from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
 from headrace.trainers.launch import dataset_of, held_out_of, supervised_flow, training_flow
 from headrace.trainers.plan_resume import UNKNOWN, Continuation, check_continuation, planned_checkpoint
+from headrace.trainers.preference import PreferenceCommand, preference_flow
+
+PlannedCommand = Literal["train", "sft"] | PreferenceCommand
 
 ROWS_READ = 512  # of each data set; all of a large one take longer to tokenize than a plan should
 
@@ -67,18 +70,21 @@ class Plan:
         return 2 + between
 
 
-def make_plan(config: Config, command: Literal["train", "sft"] = "train") -> Plan:
+def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
     """Checks configuration, reward, data and models as the command would, without weights.
 
     Of a data set of more than `ROWS_READ` rows, the first are tokenized and checked and the others counted. Raises
     ConfigError with all violations, and for a run whose weights and optimizer alone exceed the memory.
     """
-    actor = Actor(config.model, config.run.device)
     dataset, held_out = dataset_of(config), held_out_of(config)
-    if command == "sft":
-        flow, evaluation = supervised_flow(config, actor, held_out)
+    if command == "train":
+        flow, evaluation = training_flow(
+            config, Actor(config.model, config.run.device), config.reward.function, dataset, held_out
+        )
+    elif command == "sft":
+        flow, evaluation = supervised_flow(config, Actor(config.model, config.run.device), held_out)
     else:
-        flow, evaluation = training_flow(config, actor, config.reward.function, dataset, held_out)
+        flow, evaluation = preference_flow(config, command, held_out)
     checkpoint = planned_checkpoint(config)
     rows, first = _first_rows(config, dataset, "data")
     if checkpoint is not None:
@@ -180,13 +186,15 @@ def _data_line(plan: Plan) -> str:
 def _held_out(plan: Plan) -> list[tuple[str, str]]:
     if plan.held_out is None:
         return [("held out", "none (eval.path)")]
+    what = f"{plan.held_out_rows:,} rows of {plan.held_out.dataset.name}, evaluated {plan.evaluations} times"
+    if plan.flow.paired:
+        return [("held out", what)]
     each = plan.held_out_rows * plan.config.eval.samples_per_prompt
     tokens = each * plan.config.rollout.max_new_tokens
     return [
         (
             "held out",
-            f"{plan.held_out_rows:,} rows of {plan.held_out.dataset.name}, evaluated {plan.evaluations} times:"
-            f" {each:,} responses each time, at most {tokens:,} tokens",
+            f"{what}: {each:,} responses each time, at most {tokens:,} tokens",
         )
     ]
 
@@ -195,7 +203,9 @@ def _batch(plan: Plan) -> list[tuple[str, str]]:
     c = plan.config
     at_once = f"{tokens_at_once(c, plan.load):,} tokens at most in one forward and backward pass"
     if not plan.flow.generates:
-        return [("an update", f"{plan.data.rows_per_step} sequences"), ("micro-batch", at_once)]
+        rows = plan.data.rows_per_step
+        update = f"{rows} pairs = {2 * rows} sequences" if plan.flow.paired else f"{rows} sequences"
+        return [("an update", update), ("micro-batch", at_once)]
     per_update = c.train.samples_per_update or c.samples_per_step
     samples = c.samples_per_step
     most = samples * plan.load.longest
@@ -303,7 +313,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def run_plan(config: Config, command: Literal["train", "sft"], as_json: bool) -> str:
+def run_plan(config: Config, command: PlannedCommand, as_json: bool) -> str:
     """What the command prints."""
     import json
 

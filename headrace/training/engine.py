@@ -14,15 +14,17 @@ from headrace.observe.metrics import MetricSums
 
 @dataclass
 class TokenOutputs:
-    """What a model says about the tokens of a micro-batch, as token columns [N], float32.
+    """What a model says about a micro-batch: token columns [N], and `scores` [R], one a row; float32.
 
     Defined where `response_mask` is true, 0 elsewhere. `logprobs` and `entropy` are those of the distribution at
-    the sampling temperature, in nats; `values` are the critic's estimates made before the token is seen.
+    the sampling temperature, in nats; `values` are the critic's estimates made before the token is seen; `scores`
+    are a reward model's, at each row's last token.
     """
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None
     values: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass
@@ -39,7 +41,8 @@ class TrainingState:
 
 
 class Loss(Protocol):
-    """A loss over one micro-batch: a *sum* over its tokens, each weighted by token column `loss_weight`.
+    """A loss over one micro-batch: a *sum* over its tokens, each weighted by token column `loss_weight`, or over its
+    pairs, weighted by a row column of that name (a micro-batch holds whole pairs, see Batch.pieces).
 
     The weights are computed once over the whole update (algorithms/reduction.py), so the sum of the micro-batch
     losses, and its gradient, do not depend on how the update was cut. Metrics named in `per_update` are such
@@ -59,7 +62,7 @@ class TrainingEngine(Protocol):
         ...
 
     def update(self, batch: Batch, loss: Loss) -> MetricSums:
-        """One optimizer update over all rows of `batch`, which has token column `loss_weight`."""
+        """One optimizer update over all rows of `batch`, which has column `loss_weight`."""
         ...
 
     def state_dict(self) -> TrainingState: ...

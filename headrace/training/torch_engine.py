@@ -10,7 +10,6 @@ import logging
 import torch
 
 from headrace.data.batch import Batch
-from headrace.data.packing import balance_rows
 from headrace.data.prefixes import pack_shared, share_prefixes
 from headrace.errors import ConfigError, RunError
 from headrace.models.attention import PackedAttention
@@ -31,7 +30,8 @@ LOGIT_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 class TorchEngine(TrainingEngine):
     """One model with, once it is to be trained, its optimizer.
 
-    `prefix` names its metrics ("actor", "critic", "sft").
+    `prefix` names its metrics ("actor", "critic", "sft"). A model with a scalar head gives a value for every response
+    token (a critic), or with `scores_rows` one score a row, at its last token (a reward model).
     """
 
     def __init__(
@@ -44,8 +44,10 @@ class TorchEngine(TrainingEngine):
         microbatches_per_update: int | None = None,
         max_skipped_updates: int = 10,
         optimizer: OptimizerSettings | None = None,
+        scores_rows: bool = False,
     ) -> None:
         self.model = model
+        self.scores_rows = scores_rows
         self.prefix = prefix
         self.temperature = temperature
         self.tokens_per_microbatch = tokens_per_microbatch
@@ -73,11 +75,15 @@ class TorchEngine(TrainingEngine):
 
     def _forward(self, batch: Batch, with_entropy: bool) -> TokenOutputs:
         device = self.model.device
+        if isinstance(self.model, ScalarModel) and self.scores_rows:
+            last = self._hidden(batch, batch.offsets[1:] - 1)
+            return TokenOutputs(scores=self.model.scalars(last))
         # position t - 1 predicts token t; position 0 of a row is never a response token
         response = batch["response_mask"].nonzero().flatten()
         before = self._hidden(batch, response - 1)
         index = response.to(device)
-        blank = torch.zeros(batch.num_tokens, dtype=torch.float32, device=device)
+        precision = torch.promote_types(torch.float32, self.model.dtype)
+        blank = torch.zeros(batch.num_tokens, dtype=precision, device=device)
         if isinstance(self.model, ScalarModel):
             return TokenOutputs(values=blank.index_put((index,), self.model.scalars(before)))
         logprobs, entropy = token_logprobs(
@@ -112,47 +118,35 @@ class TorchEngine(TrainingEngine):
 
     @torch.no_grad()
     def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
-        """Token outputs of all rows, on the CPU, in row order, without gradients."""
+        """Outputs for all rows, on the CPU, in row order, without gradients."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
         for micro in pack_shared(batch, self._budget):
             out = self._forward(micro, with_entropy)
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
-            parts.append(Batch(micro.lengths, columns))
+            rows = {"scores": columns.pop("scores")} if "scores" in columns else {}
+            parts.append(Batch(micro.lengths, columns, rows))
             order.extend(micro["row_number"].tolist())
         joined = Batch.concat(parts).select(torch.argsort(torch.tensor(order)))
-        return TokenOutputs(**joined.tokens)
-
-    @torch.no_grad()
-    def last_scalars(self, batch: Batch) -> torch.Tensor:
-        """A reward model's score at the last token of each row: float32 [R] on the CPU."""
-        if not isinstance(self.model, ScalarModel):
-            raise TypeError("last_scalars needs a model with a scalar head")
-        scores = torch.zeros(batch.num_rows)
-        batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
-        for micro in pack_shared(batch, self._budget):
-            last = self._hidden(micro, micro.offsets[1:] - 1)
-            scores[micro["row_number"]] = self.model.scalars(last).cpu()
-        return scores
+        return TokenOutputs(**joined.tokens, **{k: torch.as_tensor(v) for k, v in joined.rows.items()})
 
     def microbatches(self, batch: Batch) -> list[Batch]:
         """How an update is cut: by number when asked for, else by token budget."""
         if self.microbatches_per_update is None:
             return pack_shared(batch, self._budget)
-        parts = balance_rows(batch.lengths.tolist(), self.microbatches_per_update)
-        return [batch.select(rows) for rows in parts if rows]
+        return batch.balance(self.microbatches_per_update)
 
     def update(self, batch: Batch, loss: Loss) -> MetricSums:
-        """One optimizer update. Rows whose tokens all weigh 0 are left out of the work.
+        """One optimizer update. Rows that weigh 0, with all their tokens, are left out of the work.
 
         Raises RunError after `max_skipped_updates` non-finite updates in a row.
         """
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and cannot be updated")
         sums = MetricSums()
-        weighed = torch.zeros(batch.num_rows).index_add_(
-            0, batch.row_ids(), (batch["loss_weight"] != 0).float()
-        )
+        weighed = (batch["loss_weight"] != 0).float()
+        if "loss_weight" in batch.tokens:
+            weighed = torch.zeros(batch.num_rows).index_add_(0, batch.row_ids(), weighed)
         batch = batch.select(weighed > 0)
         if batch.num_rows == 0:
             logger.warning(

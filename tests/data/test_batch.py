@@ -96,6 +96,29 @@ def test_pack(rows: RowList, budget: int) -> None:
         assert to_rows(part) == sorted(to_rows(part), key=lambda r: int(r[1].split()[1]))
 
 
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    st.integers(1, 40),
+    st.integers(1, 8),
+    st.integers(0, 9),
+)
+def test_pairs_are_never_parted(lengths: list[int], budget: int, parts: int, seed: int) -> None:
+    """By budget or by number: every row once, both rows of a pair in one part, and no budget is passed needlessly."""
+    pairs = [i // 2 for i in range(2 * len(lengths))]
+    batch = Batch(
+        [n for n in lengths for _ in range(2)],
+        {"x": torch.arange(2 * sum(lengths))},
+        {"pair_id": torch.tensor(pairs), "row": torch.arange(len(pairs))},
+    ).select(torch.randperm(len(pairs), generator=torch.Generator().manual_seed(seed)))
+    for cut in (batch.pack(budget), batch.balance(parts)):
+        assert sorted(r for part in cut for r in part["row"].tolist()) == list(range(len(pairs)))
+        for part in cut:
+            assert part.num_rows > 0
+            assert all(part["pair_id"].tolist().count(p) == 2 for p in part["pair_id"].tolist())
+    assert all(part.num_tokens <= budget or part.num_rows == 2 for part in batch.pack(budget))
+    assert len(batch.balance(parts)) == min(parts, len(lengths))
+
+
 @given(plain_rows(min_rows=1))
 def test_with_columns(rows: RowList) -> None:
     batch = to_batch(rows)

@@ -163,3 +163,28 @@ def test_what_cannot_fit_is_exit_2(
     [line] = [x for x in capsys.readouterr().err.splitlines() if x.startswith("headrace: ")]
     assert "this machine has 1.00 MiB" in line
     assert "actor weights 1.89 MiB (use a smaller model.path)" in line
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("command", ["dpo", "reward-model"])
+def test_pairs(command: str, settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """12 pairs in updates of 4 are 3 an epoch; the longest sequence is "9+6=", "15" and the end token."""
+    rows = [{"prompt": f"9+{i % 6}=", "chosen": str(9 + i % 6), "rejected": "1"} for i in range(11)]
+    rows += [{"prompt": "9+6=", "chosen": "15", "rejected": "1"}]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = [s for s in settings if s.startswith(("model.", "run."))]
+    kept += [f"data.path={pairs}", f"eval.path={pairs}", "train.samples_per_update=4", "train.epochs=2"]
+    assert cli.main(["plan", "--command", command, *kept, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    found = {k: plan[k] for k in ("rows", "steps_per_epoch", "steps", "updates", "longest_sequence_tokens")}
+    assert found == {
+        "rows": 12,
+        "steps_per_epoch": 3,
+        "steps": 6,
+        "updates": 6,
+        "longest_sequence_tokens": 4 + 2 + 1,
+    }
+    assert "rollout" not in plan["memory"]["phases"]
+    assert cli.main(["plan", "--command", command, *kept]) == 0
+    assert "4 pairs = 8 sequences" in capsys.readouterr().out
