@@ -18,13 +18,22 @@ def add_export(commands: Any) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="a run's directory (its model/), a model folder, an adapter folder, a .gguf file, or a hub id",
+        help="a run's directory (its model/, or --checkpoint), a model or adapter folder, a .gguf file, or a hub id",
     )
     parser.add_argument("out", metavar="OUT", help="the folder to write; must not exist yet, or be empty")
     parser.add_argument(
+        "--checkpoint",
+        metavar="STEP|latest|best",
+        help="of a run: the policy of this checkpoint, instead of the final model",
+    )
+    parser.add_argument(
         "--merged", action="store_true", help="add LoRA adapters to their base and write the whole model"
     )
-    parser.add_argument("--base", metavar="MODEL", help="the adapters' base, when it is not where they say")
+    parser.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="the base of adapters, or the model a run began with, when it is not where they say",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -55,5 +64,6 @@ def run_export(arguments: argparse.Namespace, rest: list[str]) -> int:
         shard_size=arguments.shard_size,
         overwrite=arguments.overwrite,
         trust_remote_code=arguments.trust_remote_code,
+        checkpoint=arguments.checkpoint,
     )
     return 0

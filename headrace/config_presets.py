@@ -28,7 +28,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"advantage": "reinforce_plus_plus_baseline", "kl_estimator": "k2"},
     # Zheng et al. 2025, arXiv 2507.18071: the clip range of its section 5.1
     "gspo": {"loss": "gspo", "reduction": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
-    # MiniMax 2025, arXiv 2506.13585: no lower bound; the paper states no upper one, 5 follows arXiv 2510.13786
+    # MiniMax 2025, arXiv 2506.13585: no lower bound; the upper one is tuned there and not stated. 1 + 4 is this
+    # project's choice: little depends on it (Khatri et al. 2025, arXiv 2510.13786, appendix A.17.2)
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
     # Williams 1992, with the mean reward of the step as baseline
     "policy_gradient": {

@@ -3,7 +3,7 @@
 Rollout and trainer compute the same model by other kernels, or with other weights where samples are late. The
 tokens come from the rollout's distribution mu, the gradient is meant for the trainer's pi; w = pi / mu corrects that
 (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; truncation: Ionides 2008,
-doi 10.1198/106186008X320456; leaving out large weights: Zheng et al. 2025, arXiv 2510.18855).
+doi 10.1198/106186008X320456; leaving out weights: Ling Team 2025, arXiv 2510.18855, which has a lower bound besides).
 
 Shapes: M tokens that count in the loss.
 """

@@ -1,4 +1,4 @@
-"""The weight of the KL penalty, fixed or adapted to a target (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+"""The weight of the KL penalty, fixed or adapted to a target (Ziegler et al. 2019, arXiv 1909.08593)."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def find_checkpoint(store: CheckpointStore) -> Checkpoint:
     problems: list[str] = []
     for name in names:
         try:
-            found = _read(store.folder / name)
+            found = read_checkpoint(store.folder / name)
         except ConfigError as error:
             problems += error.violations
             continue
@@ -58,7 +58,7 @@ def find_checkpoint(store: CheckpointStore) -> Checkpoint:
     )
 
 
-def _read(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path) -> Checkpoint:
     """Raises ConfigError saying what is wrong with the checkpoint."""
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))

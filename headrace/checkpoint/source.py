@@ -1,4 +1,4 @@
-"""What `headrace export` is given: a run, a model folder, an adapter folder, a .gguf file or a hub id."""
+"""What `headrace export` is given: a run, a checkpoint, a model or adapter folder, a .gguf file or a hub id."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.checkpoint.save import CheckpointStore
+from headrace.checkpoint.trained import TrainedPolicy, find_policy, is_checkpoint
 from headrace.errors import ConfigError
 from headrace.models.adapter_folder import CONFIG, AdapterFolder, adapter_folder, load_adapters
 from headrace.models.causal_lm import Backbone
@@ -23,18 +25,24 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Source:
-    """Where the weights are. `adapter` is set for an adapter folder, `reads` is everything that must not be replaced."""
+    """Where the weights are. `adapter` is set for an adapter folder, `policy` for a checkpoint; `reads` is everything
+    that must not be replaced."""
 
     path: str
     adapter: AdapterFolder | None
     reads: tuple[Path, ...]
+    policy: TrainedPolicy | None = None
 
 
-def find_source(given: str, base: str | None = None) -> Source:
-    """Decides what `given` is, reading no weights. `base` stands in for the base that an adapter names.
+def find_source(given: str, base: str | None = None, checkpoint: str | None = None) -> Source:
+    """Decides what `given` is, reading no weights. `base` stands in for the base that an adapter or run names,
+    `checkpoint` chooses one of a run's: the number of its step, "latest" or "best".
 
     Raises ConfigError for what is none of the kinds.
     """
+    if checkpoint is not None or is_checkpoint(Path(given).expanduser()):
+        policy = find_policy(given, checkpoint, base)
+        return Source(str(policy.checkpoint.path), None, tuple(p for p in policy.reads if p.exists()), policy)
     path = find_model(given, KEY)
     local, reads = Path(path), [Path(path)]
     if local.is_file() and local.suffix != ".gguf":
@@ -53,7 +61,7 @@ def find_source(given: str, base: str | None = None) -> Source:
 
 
 def _model_folder(folder: Path) -> Path:
-    """`folder`, or the model/ of a run. Checkpoints of a run would be found here as well."""
+    """`folder`, or the model/ of a run."""
     run = RunDirectory(folder)
     if (folder / "config.json").is_file() or (folder / CONFIG).is_file():
         return folder
@@ -64,26 +72,42 @@ def _model_folder(folder: Path) -> Path:
     if not run.model.is_dir():
         raise ConfigError(
             f"{KEY}: the run '{folder}' saved no model; it was ended before its first step, or with run.save_final=false"
+            f"{_checkpoints(run)}"
         )
     return run.model
+
+
+def _checkpoints(run: RunDirectory) -> str:
+    steps = CheckpointStore(run.checkpoints, keep=0).steps().values()
+    return f"; it has checkpoints to choose by --checkpoint: {', '.join(map(str, steps))}" if steps else ""
 
 
 def load_source(source: Source, *, dtype: str | None, merged: bool, trust_remote_code: bool) -> Backbone:
     """The model to be written, on the CPU, in `dtype` (None: each tensor as it is stored).
 
-    An adapter is added to its base when `merged`, computed in float32 whatever is stored. Raises ConfigError.
+    An adapter is added to its base when `merged`, computed in float32 whatever is stored. Of a checkpoint whose run
+    trained adapters and that is not `merged`, only these are cast. Raises ConfigError.
     """
-    if source.adapter is not None and merged:
+    model: Backbone
+    if source.policy is not None:
+        model = source.policy.load(masters=dtype is not None, trust_remote_code=trust_remote_code)
+        if model.adapters is not None and not merged:
+            if dtype is not None:
+                for parameter in model.trained_parameters().values():
+                    parameter.data = parameter.data.to(DTYPES[dtype])
+            return model
+    elif source.adapter is not None and merged:
         model = _load(
             source.adapter.base, source.adapter.is_scalar, trust_remote_code, source.adapter.tokenizer
         )
         model.adapters = load_adapters(model.hf, source.adapter, KEY, exact=True)
+    else:
+        model = _load(source.path, _is_scalar(source.path, trust_remote_code), trust_remote_code)
+    if model.adapters is not None and merged:
         if dtype is not None:
             model.hf.to(DTYPES["float32"])  # rounded once, below
         merge(model.hf)
         model.adapters = None
-    else:
-        model = _load(source.path, _is_scalar(source.path, trust_remote_code), trust_remote_code)
     if dtype is not None:
         model.hf.to(DTYPES[dtype])
     return model

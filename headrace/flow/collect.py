@@ -1,6 +1,6 @@
 """One step of a flow over fresh prompts, with groups that teach nothing replaced by others where that is asked for.
 
-Dynamic sampling (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2, eq. 11): a prompt whose samples all got the
+Dynamic sampling (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2): a prompt whose samples all got the
 same reward gives a group-relative advantage of 0, so more prompts are drawn until the step is full.
 
 Shapes: R rows (samples), G prompts (groups).

@@ -20,6 +20,7 @@ def find_model(path: str, key: str = "model.path") -> str:
     """
     local = Path(path).expanduser()
     if local.exists():
+        _refuse_checkpoint(local, key)
         return str(local)
     parts = Path(path).parts
     is_path = path.endswith(".gguf") or path[:1] in tuple("/.~\\") or len(parts) > 2
@@ -35,6 +36,26 @@ def find_model(path: str, key: str = "model.path") -> str:
             f" cache and {constants.ENDPOINT} cannot be reached"
         )
     return path
+
+
+def _refuse_checkpoint(folder: Path, key: str) -> None:
+    """A checkpoint has the trained weights and no model around them."""
+    if (folder / "state.json").is_file() and not (folder / "config.json").is_file():
+        run, step = folder.parent.parent, folder.name.removeprefix("step_")
+        raise ConfigError(
+            f"{key}: '{folder}' is a checkpoint of a run, not a model; write it as one first: headrace export {run} MODEL"
+            f" --checkpoint {step}"
+        )
+    inner = folder / "model"
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file() and key != "export":
+        raise ConfigError(
+            f"{key}: '{folder}' is the directory of a run; "
+            + (
+                f"its model is '{inner}'"
+                if inner.is_dir()
+                else "it saved no model (headrace export --checkpoint)"
+            )
+        )
 
 
 def reachable(url: str) -> bool:

@@ -18,6 +18,8 @@ from headrace.models.hf import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_WRITTEN = "the adapter is in %s; its base is %s (--merged would add it)"
+
 
 def export(
     source: str,
@@ -29,10 +31,12 @@ def export(
     shard_size: str = SHARD_SIZE,
     overwrite: bool = False,
     trust_remote_code: bool = False,
+    checkpoint: str | int | None = None,
 ) -> Path:
     """Writes `source` (a run, a model or adapter folder, a .gguf file, a hub id) to the folder `out`.
 
-    An adapter stays one, in peft's format, unless `merged` adds it to its base. `dtype` is that of the written
+    `checkpoint` takes the policy of a run's checkpoint instead of its final model: a step, "latest" or "best". An
+    adapter stays one, in peft's format, unless `merged` adds it to its base. `dtype` is that of the written
     weights (None: as stored). Raises ConfigError before anything is written when source or target will not do,
     RunError when writing fails; a folder at `out` is replaced only by a complete one.
     """
@@ -42,16 +46,17 @@ def export(
         raise ConfigError(f"--shard-size: expected a size such as 5GB or 500MB, got '{shard_size}'")
     target = Path(out).expanduser()
     check_target(target, overwrite=overwrite)
-    found = find_source(source, base)
+    found = find_source(source, base, None if checkpoint is None else str(checkpoint))
     check_apart(found, target)
     if found.adapter is not None and not merged:
         _copy_adapter(found.adapter, target, dtype)
-        logger.info(
-            "the adapter is in %s; its base is %s (--merged would add it)", target, found.adapter.base
-        )
+        logger.info(ADAPTER_WRITTEN, target, found.adapter.base)
         return target
     model = load_source(found, dtype=dtype, merged=merged, trust_remote_code=trust_remote_code)
     save_hf_folder(model, target, shard_size=shard_size)
+    if model.adapters is not None:
+        logger.info(ADAPTER_WRITTEN, target, model.adapters.base)
+        return target
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     logger.info("the model is in %s (%.1f MB of weights)", target, size / 1e6)
     return target

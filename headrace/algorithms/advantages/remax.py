@@ -1,4 +1,4 @@
-"""ReMax: the prompt's greedy response is the baseline (Li et al. 2023, arXiv 2310.10505, section 4.1)."""
+"""ReMax: the prompt's greedy response is the baseline (Li et al. 2023, arXiv 2310.10505)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""REINFORCE leave-one-out (RLOO: Ahmadian et al. 2024, arXiv 2402.14740, section 3; Kool et al. 2019)."""
+"""REINFORCE leave-one-out (RLOO: Ahmadian et al. 2024, arXiv 2402.14740; Kool et al. 2019)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def value_loss(
 
     Without `clip`: loss = 0.5 (values - returns)^2. With it, v' = old_values + clamp(values - old_values,
     ±clip) and loss = 0.5 max((values - returns)^2, (v' - returns)^2): the value clip of OpenAI's PPO code
-    (not in the paper; described by Engstrom et al. 2020, arXiv 2005.12729, section 3). `clipped` marks tokens
+    (not in the paper; described by Engstrom et al. 2020, arXiv 2005.12729). `clipped` marks tokens
     where v' decides; their gradient is 0. Elsewhere it is values - returns.
 
     All tensors [N] float; only values receives a gradient. Raises ValueError when clip is not above 0.
