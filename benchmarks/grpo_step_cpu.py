@@ -2,6 +2,7 @@
 
     pip install trl                                     # 1.16, only for this benchmark
     python benchmarks/grpo_step_cpu.py                  # both limits, both sides; five minutes on two cores
+    python benchmarks/grpo_step_cpu.py --only headrace  # without TRL, which then need not be installed
 
 A random Qwen3 of 0.8M parameters whose vocabulary of 64 holds one end token: every token ends the response with a
 chance of about 1/64, so lengths are those of real sampling, a few long and most short. 32 prompts x 8 samples, float32,
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--limits", type=int, nargs="+", default=[64, 256], help="max_new_tokens")
     parser.add_argument("--steps", type=int, default=6, help="per round, the first two not counted")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=sorted(SIDES), help="one side alone; no ratio then")
     parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
@@ -174,29 +176,36 @@ def main() -> None:
         folder = Path(scratch) / "model"
         make_model(folder)
         results: dict[str, Any] = {}
+        sides = [a.only] if a.only else list(SIDES)
         for limit in a.limits:
-            steps: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+            steps: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for _ in range(a.rounds):
-                for side in SIDES:
+                for side in sides:
                     steps[side] += run_side(side, folder, limit, a.steps)
             of_limit: dict[str, Any] = {
                 side: {key: statistics.median(s[key] for s in measured) for key in measured[0]}
                 for side, measured in steps.items()
             }
-            of_limit["trl_over_headrace"] = of_limit["trl"]["step_s"] / of_limit["headrace"]["step_s"]
+            if len(sides) == 2:
+                of_limit["trl_over_headrace"] = of_limit["trl"]["step_s"] / of_limit["headrace"]["step_s"]
             results[f"max_new_tokens_{limit}"] = of_limit
+    from importlib.metadata import version
+
     import torch
     import transformers
-    import trl
 
     import headrace
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__, "headrace": headrace.__version__}  # fmt: skip
+    if "trl" in sides:
+        versions["trl"] = version("trl")
 
     report = {
         "benchmark": "grpo_step_cpu",
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count(),
                     "torch_threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "trl": trl.__version__,
-                     "transformers": transformers.__version__, "headrace": headrace.__version__},
+        "versions": versions,
         "workload": {"parameters": "0.8M", "prompts": PROMPTS, "samples_per_prompt": SAMPLES, "prompt_tokens": 16},
         "results": results,
     }  # fmt: skip

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from headrace.errors import ConfigError
+from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import load_causal_lm
 from headrace.rollout.engine import Completion, Request, SamplingParams, sample_seed
@@ -283,6 +284,10 @@ def test_the_trainers_model_is_left_as_it_was(build_model: Callable[..., CausalL
     engine.generate([Request((1, 2, 3), (0, 1))], SamplingParams(max_new_tokens=3))
     assert [m.training for m in model.modules()] == training
     assert all(p.requires_grad and not p.is_inference() and p.grad is None for p in model.parameters())
+    # and it trains on: nothing that generation made inside the model stands in the way of a gradient
+    ids = torch.arange(5)
+    model.hidden_states(ids, ids, PackedAttention([5], "cpu")).sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if "layers.0" in name)
 
 
 def test_progress_and_empty_requests(tiny: Tiny) -> None:

@@ -75,22 +75,22 @@ class PagedDecodeAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
-        keys, values = self._cache.write(layer, self._slots, key, value)
+        self._cache.write(layer, self._slots, key, value)
         if window is not None and self._longest <= window:
             window = None  # every token still lies inside: both kinds of layer share their buckets
         if window not in self._buckets:
             self._buckets[window] = self._make_buckets(window, query.dtype)
-        kv_heads, head_dim = key.shape[1:]
+        kv_heads = key.shape[1]
         outputs = []
         for bucket in self._buckets[window]:
-            shape = (bucket.stop - bucket.start, bucket.width * self._cache.block_size, kv_heads, head_dim)
-            k = keys.index_select(0, bucket.blocks).view(shape).transpose(1, 2)
-            v = values.index_select(0, bucket.blocks).view(shape).transpose(1, 2)
+            keys, values = self._cache.gather(layer, bucket.blocks)
+            rows = bucket.stop - bucket.start
             # the query heads of one key/value head become its "positions": no key is repeated
-            q = query[bucket.start : bucket.stop].unflatten(1, (kv_heads, -1))
-            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=bucket.bias, scale=scale))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.flatten(1, 2)
+            q = query[bucket.start : bucket.stop].unflatten(1, (kv_heads, -1)).transpose(0, 1)
+            k, v = (x.unflatten(1, (rows, -1)) for x in (keys, values))
+            out = attend_few(q, k, v, bucket.bias, scale)
+            outputs.append(out.transpose(0, 1).flatten(1, 2))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _make_buckets(self, window: int | None, dtype: torch.dtype) -> list[_Bucket]:
         size = self._cache.block_size
@@ -117,6 +117,22 @@ class PagedDecodeAttention:
             index = torch.from_numpy(blocks.reshape(-1)).to(self._device)
             buckets.append(_Bucket(start, stop, width, index, bias))
         return buckets
+
+
+def attend_few(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """Attention of few queries to many keys: q [K, B, G, D], k and v [K, B, L, D], bias [B, 1, 1, L] → [K, B, G, D]."""
+    if (
+        q.device.type != "cpu" or q.dtype.itemsize < 4
+    ):  # half precision wants scores in float32, as SDPA keeps them
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), attn_mask=bias, scale=scale
+        )
+        return out.transpose(0, 1)
+    # SDPA's CPU kernel makes blocks for many queries; with one or a few, two batched products are faster
+    scores = torch.matmul(q * scale, k.transpose(-1, -2))
+    if bias is not None:
+        scores += bias[:, 0]
+    return torch.matmul(scores.softmax(-1), v)
 
 
 class MixedAttention:

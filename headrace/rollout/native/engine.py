@@ -95,7 +95,7 @@ class NativeEngine(RolloutEngine):
         the model's positions, sampling values out of range, or a cache too small for one request.
         """
         self._check(requests, sampling)
-        with torch.no_grad(), _evaluation_mode(self.model):
+        with torch.inference_mode(), _evaluation_mode(self.model):
             return _Rollout(self, requests, sampling).run(on_progress)
 
     def _check(self, requests: Sequence[Request], sampling: SamplingParams) -> None:

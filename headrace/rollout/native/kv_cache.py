@@ -68,10 +68,11 @@ class BlockAllocator:
 
 
 class PagedKVCache:
-    """Keys and values of every layer, [N, S, K, D] each, in dtype and device of the first key written.
+    """Keys and values of every layer, [K, N, S, D] each, in dtype and device of the first key written.
 
-    A layer's pool appears with its first `write`, so layers may differ in heads and head size. Pools start as
-    zeros: a masked slot must hold a finite number, since 0 * NaN is NaN.
+    Heads come first so that what is gathered of a sequence lies in one piece for each head. A layer's pool appears with
+    its first `write`, so layers may differ in heads and head size. Pools start as zeros: a masked slot must hold a
+    finite number, since 0 * NaN is NaN.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
@@ -79,16 +80,35 @@ class PagedKVCache:
         self.block_size = block_size
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
+        # flat, for keys and for values: fresh memory at each gather costs page faults
+        self._gathered: list[Tensor | None] = [None, None]
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores key and value [T, K, D] in `slots` [T] (int64); returns the layer's pools, [N, S * K * D]."""
-        keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            keys, values = self._pool(key), self._pool(value)
-            self._keys[layer], self._values[layer] = keys, values
-        keys.view(-1, key.shape[1] * key.shape[2]).index_copy_(0, slots, key.flatten(1))
-        values.view(-1, value.shape[1] * value.shape[2]).index_copy_(0, slots, value.flatten(1))
-        return keys, values
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Stores key and value [T, K, D] in `slots` [T] (int64)."""
+        for pools, new in ((self._keys, key), (self._values, value)):
+            pool = pools[layer]
+            if pool is None:
+                pool = pools[layer] = self._pool(new)
+            pool.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1))
+
+    def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [K, B * S, D] of `blocks` [B] (int64), good until the next `gather`.
+
+        Raises RunError for a layer never written.
+        """
+        found = []
+        for side, pool in enumerate((self._keys[layer], self._values[layer])):
+            if pool is None:
+                raise RunError(f"KV cache layer {layer} is read before it was written")
+            heads, _, size, dim = pool.shape
+            needed = heads * len(blocks) * size * dim
+            buffer = self._gathered[side]
+            if buffer is None or buffer.numel() < needed:
+                buffer = self._gathered[side] = pool.new_empty(needed + needed // 4)
+            out = buffer[:needed].view(heads, len(blocks), size * dim)
+            torch.index_select(pool.flatten(2), 1, blocks, out=out)
+            found.append(out.view(heads, len(blocks) * size, dim))
+        return found[0], found[1]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (from, to) in every layer; all are read before any is written."""
@@ -97,20 +117,21 @@ class PagedKVCache:
         for pool in (*self._keys, *self._values):
             if pool is not None:
                 index = torch.tensor(pairs, dtype=torch.int64).to(pool.device)
-                pool.index_copy_(0, index[:, 1], pool.index_select(0, index[:, 0]))
+                pool.index_copy_(1, index[:, 1], pool.index_select(1, index[:, 0]))
 
     def release(self) -> None:
         """Gives the memory back; the next `write` starts from zeros."""
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
+        self._gathered = [None, None]
 
     @property
     def nbytes(self) -> int:
         return sum(p.numel() * p.element_size() for p in (*self._keys, *self._values) if p is not None)
 
     def _pool(self, like: Tensor) -> Tensor:
-        width = self.block_size * like.shape[1] * like.shape[2]
-        return torch.zeros(self.num_blocks, width, dtype=like.dtype, device=like.device)
+        shape = (like.shape[1], self.num_blocks, self.block_size, like.shape[2])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
 def block_bytes(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
