@@ -117,11 +117,13 @@ class EvalConfig(Section):
         0, "evaluate every so many steps; 0: only before the first and after the last", "steps", ge=0
     )
     temperature: float = key(0.0, "sampling temperature of evaluation; 0 is greedy", ge=0)
-    samples_per_prompt: int = key(1, "responses per prompt in evaluation", "samples", ge=1)
+    samples_per_prompt: int = key(1, "responses per prompt in evaluation", "samples", ge=1, le=65536)
 
 
 class RolloutConfig(Section):
-    samples_per_prompt: int = key(8, "responses drawn per prompt (the group of GRPO)", "samples", ge=1)
+    samples_per_prompt: int = key(
+        8, "responses drawn per prompt (the group of GRPO)", "samples", ge=1, le=65536
+    )
     temperature: float = key(
         1.0, "sampling temperature; log-probabilities are computed at this temperature", gt=0
     )

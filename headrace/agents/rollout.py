@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +74,11 @@ class AgentRollout:
         if role not in self._formats:
             self._formats[role] = TurnFormat(self.tokenizer, self.builder.format, role, self.end_ids)
         return self._formats[role]
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters that one token may stand for, at most."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def generate(
         self,
@@ -229,6 +235,9 @@ class _Play:
                 self._feed(episode, [step.text] if isinstance(step.text, str) else list(step.text))
 
     def _feed(self, episode: Episode, texts: list[str]) -> None:
+        if sum(map(len, texts)) > self._room(episode) * self.agent.longest_token:
+            episode.end = "length"  # known without making ids of what may be megabytes
+            return
         role = episode.environment.role if episode.environment is not None else "user"
         try:
             between = self.agent.format(role).between(episode.completion, episode.ids[-1], texts)
@@ -244,8 +253,12 @@ class _Play:
         """The step with its numbers as floats. Raises AgentError."""
         if not isinstance(step, Step):
             raise self._error(episode, f"step returned a {type(step).__name__}; wanted a Step")
-        texts = [step.text] if isinstance(step.text, str) else list(step.text)
-        if not texts or not all(isinstance(text, str) for text in texts):
+        texts = [step.text] if isinstance(step.text, str) else step.text
+        if (
+            not isinstance(texts, list | tuple)
+            or not texts
+            or not all(isinstance(text, str) for text in texts)
+        ):
             raise self._error(episode, "the text of a Step must be a text, or a list of at least one")
         if not isinstance(step.metrics, Mapping):
             raise self._error(

@@ -58,6 +58,18 @@ def find_checkpoint(store: CheckpointStore) -> Checkpoint:
     )
 
 
+MEMBERS = (
+    "metrics", "evaluations", "files", "things", "loader", "rng", "roles", "dtypes", "frozen", "fingerprint",
+)  # fmt: skip
+
+
+def require_members(checkpoint: Checkpoint) -> None:
+    """Raises ConfigError for a state.json that lacks a part, as one that was edited."""
+    for name in MEMBERS:
+        if not isinstance(checkpoint.state.get(name), dict):
+            raise ConfigError(f"{checkpoint.path}: the checkpoint is damaged ({STATE} has no '{name}')")
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raises ConfigError saying what is wrong with the checkpoint."""
     try:

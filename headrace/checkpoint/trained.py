@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from headrace.checkpoint.files import TensorFile
 from headrace.checkpoint.fingerprint import weights_hash
-from headrace.checkpoint.resume import Checkpoint, read_checkpoint
+from headrace.checkpoint.resume import Checkpoint, read_checkpoint, require_members
 from headrace.checkpoint.save import STATE, CheckpointStore
 from headrace.config import LoraConfig
 from headrace.data.prompt_builder import use_chat_template
@@ -173,6 +173,7 @@ def find_policy(source: str, which: str | None, base: str | None) -> TrainedPoli
     if which is None or not run.config.is_file():
         raise ConfigError(f"{KEY}: '{source}' is not the directory of a run (no config.yaml in it)")
     checkpoint = checkpoint_of(run, which)
+    require_members(checkpoint)
     if ROLE not in checkpoint.state["roles"]:
         have = ", ".join(checkpoint.state["roles"]) or "nothing that was trained"
         raise ConfigError(f"{KEY}: {checkpoint.path} holds no policy (but {have})")

@@ -220,7 +220,7 @@ def _read_jsonl(path: Path, limit: int | None, key: str) -> Rows:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if not text:
                     continue
-                rows.append(json.loads(text))
+                rows.append(json.loads(text, object_pairs_hook=_once))
             except UnicodeDecodeError as error:
                 raise DataError(f"{key}: {path} line {number} is not UTF-8: {error}") from error
             except json.JSONDecodeError as error:
@@ -234,6 +234,15 @@ def _read_jsonl(path: Path, limit: int | None, key: str) -> Rows:
     return Rows(rows, str(path), lines=lines)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for a name that stands in it twice, of which one value would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"an object names {next(n for n in names if names.count(n) > 1)!r} twice")
+    return made
+
+
 def _lines_of(file: Iterable[bytes], path: Path, key: str) -> Iterator[bytes]:
     try:
         yield from file
@@ -243,7 +252,7 @@ def _lines_of(file: Iterable[bytes], path: Path, key: str) -> Iterator[bytes]:
 
 def _read_json(path: Path, limit: int | None, key: str) -> Rows:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8-sig"))
+        loaded = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise DataError(f"{key}: {path} is not UTF-8: {error}") from error
     except json.JSONDecodeError as error:

@@ -133,6 +133,9 @@ class PromptBuilder:
 
     def render(self, value: Any) -> str:
         """Text or chat messages as the text the model gets. Raises RowProblem."""
+        return require_characters(self._render(value), "the prompt")
+
+    def _render(self, value: Any) -> str:
         if isinstance(value, str):
             if not value.strip():
                 raise RowProblem("the prompt is empty")
@@ -196,6 +199,14 @@ class PromptBuilder:
         except (TemplateError, TypeError) as error:
             raise RowProblem(f"the chat template refuses the messages: {error}") from error
         return text
+
+
+def require_characters(text: str, where: str) -> str:
+    """`text`. Raises RowProblem for half of a surrogate pair, which JSON can name and no tokenizer can read."""
+    odd = next((c for c in text if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
+    if odd is not None:
+        raise RowProblem(f"{where} holds \\u{ord(odd):04x}, half of a surrogate pair and no character")
+    return text
 
 
 def _check_messages(value: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headrace.checkpoint.fingerprint import change, refused_changes, run_fingerprint, weights_hash
-from headrace.checkpoint.resume import Checkpoint
+from headrace.checkpoint.resume import Checkpoint, require_members
 from headrace.checkpoint.rng import load_rng_state, rng_state
 from headrace.checkpoint.save import CheckpointStore
 from headrace.data.fingerprint import data_fingerprint
@@ -79,6 +79,7 @@ class RunState:
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raises ConfigError with each change that would make another run of this one. Needs no models."""
+        require_members(checkpoint)
         problems = refused_changes(
             checkpoint.state["fingerprint"], self._fingerprint, self.flow.config.checkpoint.allow_changed
         )

@@ -11,7 +11,7 @@ from typing import Any
 from headrace.config import Config
 from headrace.data.dataset import HFDataset
 from headrace.errors import ConfigError
-from headrace.flow.flow import CompiledFlow
+from headrace.flow.flow import CompiledFlow, Flow
 from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.flow.source import source_problems
 from headrace.roles.actor import Actor
@@ -44,19 +44,25 @@ def training_flow(
     config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None
 ) -> tuple[CompiledFlow, Evaluation | None]:
     """The recipe's checked flow and its evaluation. Raises ConfigError with what is wrong with flow and data."""
-    try:
-        flow = policy_flow(config, actor, reward).compile()
-    except ConfigError as error:
-        problems = error.violations + source_problems(config, dataset, "data")
-        if held_out is not None:
-            problems += source_problems(config, held_out, "eval")
-        raise ConfigError(problems) from error
+    flow = _compiled(policy_flow(config, actor, reward), dataset, held_out)
     evaluation = None
     if held_out is not None:
         scorer = next((role for role in flow.roles if isinstance(role, RewardModel)), None)
         checked = evaluation_flow(config, actor, reward, scorer).compile()
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return flow, evaluation
+
+
+def _compiled(flow: Flow, dataset: Any, held_out: Any) -> CompiledFlow:
+    """The checked flow. Raises ConfigError with what is wrong with it and with the data sets (None: no such one)."""
+    try:
+        return flow.compile()
+    except ConfigError as error:
+        problems = list(error.violations)
+        for key, source in (("data", dataset), ("eval", held_out)):
+            if source is not None:
+                problems += source_problems(flow.config, source, key)
+        raise ConfigError(problems) from error
 
 
 def run_train(config: Config) -> int:
@@ -66,17 +72,21 @@ def run_train(config: Config) -> int:
 
 
 def run_sft(config: Config) -> int:
-    flow, evaluation = supervised_flow(config, Actor(config.model, config.run.device), held_out_of(config))
-    return finish(flow.run(dataset_of(config), evaluation=evaluation))
+    actor, dataset = Actor(config.model, config.run.device), dataset_of(config)
+    flow, evaluation = supervised_flow(config, actor, dataset, held_out_of(config))
+    return finish(flow.run(dataset, evaluation=evaluation))
 
 
 def supervised_flow(
-    config: Config, actor: Actor, held_out: HFDataset | None
+    config: Config, actor: Actor, dataset: Any, held_out: Any = None
 ) -> tuple[CompiledFlow, Evaluation | None]:
-    flow = sft_flow(config, actor).compile()
+    """As `training_flow`, for sft; held-out data are left alone where nothing scores responses."""
+    if not (config.reward.function or config.reward.model or config.agent.environment):
+        held_out = None
+    flow = _compiled(sft_flow(config, actor), dataset, held_out)
     evaluation = None
-    if held_out is not None and (config.reward.function or config.reward.model or config.agent.environment):
-        checked = evaluation_flow(config, actor, config.reward.function).compile()
+    if held_out is not None:
+        checked = _compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return flow, evaluation
 
@@ -84,13 +94,14 @@ def supervised_flow(
 def run_eval(config: Config) -> int:
     """Prints the metrics as one JSON object on stdout; samples go to the run directory."""
     actor = Actor(config.model, config.run.device)
-    flow = evaluation_flow(config, actor, config.reward.function).compile()
     held_out = held_out_of(config)
+    dataset = dataset_of(config) if held_out is None else None
+    flow = _compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
     with contextlib.redirect_stdout(sys.stderr):  # what a reward function prints must not get into the JSON
         if held_out is not None:
             directory, metrics = run_evaluation(flow, held_out)
         else:
-            directory, metrics = run_evaluation(flow, dataset_of(config), key="data")
+            directory, metrics = run_evaluation(flow, dataset, key="data")
     logger.info("every sample is in %s", directory.samples)
     rounded = {
         k: int(v) if v.is_integer() and k == "eval/rows" else float(f"{v:.6g}") for k, v in metrics.items()

@@ -82,7 +82,7 @@ def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
             config, Actor(config.model, config.run.device), config.reward.function, dataset, held_out
         )
     elif command == "sft":
-        flow, evaluation = supervised_flow(config, Actor(config.model, config.run.device), held_out)
+        flow, evaluation = supervised_flow(config, Actor(config.model, config.run.device), dataset, held_out)
     else:
         flow, evaluation = preference_flow(config, command, held_out)
     checkpoint = planned_checkpoint(config)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from headrace.agents.environment import Environment, Step
 from headrace.agents.rollout import AgentRollout
+from headrace.agents.turn_format import TurnFormat
 from headrace.config import Config
 from headrace.config_load import from_mapping
 from headrace.data.batch import Batch
@@ -302,6 +303,7 @@ def test_async_environments_answer_together() -> None:
         ([Step(reward=math.nan)], "its 'reward' is nan"),
         ([Step(reward="1")], "its 'reward' is '1', a str"),
         ([Step([])], "a list of at least one"),
+        ([Step(3)], "the text of a Step must be a text"),  # type: ignore[arg-type]
         ([Step(metrics=[1])], "must be a dict, not a list"),
     ],
 )
@@ -316,6 +318,22 @@ def test_an_error_stops_the_run_and_shows_the_episode(steps: list[Any], said: st
     assert "prompt:   '2+2='" in text
     assert "response: '<3*4>'" in text
     assert [e.closed for e in environment.made] == [1, 1]
+
+
+def test_megabytes_from_an_environment_end_the_episode_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any text too long for the episode does, but without making ids of it first."""
+    read: list[int] = []
+    between = TurnFormat.between
+    monkeypatch.setattr(
+        TurnFormat, "between", lambda self, *args: read.append(len(args[2][0])) or between(self, *args)
+    )
+    script = {(0, 0, 0): "<3*4>", (0, 0, 1): "<3*4>"}
+    environment = says(Step("12"), Step("1" * 5_000_000, reward=0.5))
+    rows, engine, _ = play(environment, script, sampling=SamplingParams(max_new_tokens=30), max_turns=4)
+    assert rows["finish_reason"] == ["length"]
+    assert text_of(engine.fed[0, 0, 1]) == "2+2=<3*4>12"
+    assert rows["environment_reward"].tolist() == [0.5]
+    assert read == [2]
 
 
 def test_errors_in_reset_and_close() -> None:

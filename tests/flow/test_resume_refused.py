@@ -16,6 +16,8 @@ from test_resume import assert_same_run, go_back, merged, start
 from tiny_run import Sections, configuration, even, lines
 
 from headrace.checkpoint.fingerprint import refused_changes
+from headrace.checkpoint.resume import find_checkpoint, require_members
+from headrace.checkpoint.save import CheckpointStore
 from headrace.errors import ConfigError, RunError
 from headrace.models.hf import load_causal_lm
 from headrace.observe.run_dir import RunDirectory
@@ -365,6 +367,18 @@ def test_no_checkpoint_is_made_of_half_a_step(
 def test_keep_0_writes_none(arithmetic: Path, tmp_path: Path) -> None:
     result = start(arithmetic, tmp_path, checkpoint={"keep": 0, "every_steps": 1})
     assert not (result.directory / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("part", ["rng", "loader", "roles", "fingerprint"])
+@pytest.mark.parametrize("value", [None, []])
+def test_a_checkpoint_that_lacks_a_part(run: Path, tmp_path: Path, part: str, value: Any) -> None:
+    shutil.copytree(run / "checkpoints" / "step_3", tmp_path / "checkpoints" / "step_3")
+    state = tmp_path / "checkpoints" / "step_3" / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), part: value}))
+    with pytest.raises(
+        ConfigError, match=rf"step_3: the checkpoint is damaged \(state\.json has no '{part}'\)"
+    ):
+        require_members(find_checkpoint(CheckpointStore(tmp_path / "checkpoints", 2)))
 
 
 def test_a_key_of_a_later_version_had_its_default(run: Path) -> None:

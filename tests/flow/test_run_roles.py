@@ -284,13 +284,18 @@ def test_eval_command(
     assert not (scored / "model").exists()
 
 
+def finished_run(arithmetic: Path, tmp_path: Path) -> None:
+    """What the run "r" would have left: its marks and its model."""
+    shutil.copytree(arithmetic / "model", tmp_path / "r" / "model")
+    (tmp_path / "r" / "config.yaml").write_text("")
+    (tmp_path / "r" / "metrics.jsonl").write_text("")
+
+
 def test_eval_never_touches_the_run_it_scores(
     arithmetic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Even when its name and run.overwrite are those of the run whose model is scored."""
-    shutil.copytree(arithmetic / "model", tmp_path / "r" / "model")
-    (tmp_path / "r" / "config.yaml").write_text("")
-    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    finished_run(arithmetic, tmp_path)
     config = configuration(
         arithmetic,
         tmp_path,
@@ -306,9 +311,7 @@ def test_eval_never_touches_the_run_it_scores(
 
 
 def test_overwriting_refuses_to_delete_what_it_reads(arithmetic: Path, tmp_path: Path) -> None:
-    shutil.copytree(arithmetic / "model", tmp_path / "r" / "model")
-    (tmp_path / "r" / "config.yaml").write_text("")
-    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    finished_run(arithmetic, tmp_path)
     config = configuration(
         arithmetic,
         tmp_path,

@@ -84,6 +84,7 @@ def test_the_guard_would_notice_a_loaded_model(refused: Any, command: Run) -> No
         ("train.steps=many", ["train.steps", "'many'"]),
         ("train.steps=0", ["train.steps", "0"]),
         ("rollout.samples_per_prompt=1", ["rollout.samples_per_prompt", "at least 2"]),
+        ("rollout.samples_per_prompt=99999999999999", ["rollout.samples_per_prompt", "up to 65536"]),
         ("train.samples_per_update=5", ["train.samples_per_update", "5 does not divide", "16 samples"]),
         ("train.microbatches_per_update=17", ["train.microbatches_per_update", "17"]),
         ("train.prompts_per_step=64", ["train.prompts_per_step", "60 usable rows", "train.jsonl"]),
@@ -158,6 +159,8 @@ def test_a_folder_that_is_no_model(
         ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": 7}\n', ["line 2"]),
         ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": ', ["line 2 is not JSON"]),
         ("[1, 2]\n", ["line 1 is a list"]),
+        ('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1", "prompt": "2"}\n', ["line 2", "'prompt' twice"]),
+        ('{"prompt": "1+1="}\n{"prompt": "1\\ud8001="}\n', ["line 2", "\\ud800", "no character"]),
         ('{"prompt": "1+1=", "reward": 1}\n' * 4, ["reward", "rename it in the data"]),
         ('{"prompt": "1+1=", "anser": "2"}\n' * 4, ["asks for 'answer'", "did you mean 'anser'?"]),
         ('{"prompt": "' + "1+" * 40 + '1=", "answer": "2"}\n', ["line 1: 82 tokens", "59 tokens"]),
@@ -211,6 +214,25 @@ def test_a_bad_reward_does_not_hide_bad_data(refused: Any) -> None:
     err = refused("reward.function=nofile.py:score", "data.path=nope.jsonl", "eval.path=alsono.jsonl")
     for part in ("reward.function: 'nofile.py:score'", "data.path: nope.jsonl", "eval.path: alsono.jsonl"):
         assert part in err
+
+
+@pytest.mark.parametrize("name", ["sft", "eval"])
+def test_nor_in_the_other_commands(refused: Any, name: str) -> None:
+    wrong = ["reward.function=nofile.py:score", "data.path=nope.jsonl"]
+    err = refused(*wrong, "eval.path=alsono.jsonl", name=name)
+    assert "reward.function: 'nofile.py:score'" in err
+    assert "eval.path: alsono.jsonl" in err
+    assert ("data.path: nope.jsonl" in err) == (name == "sft")
+    assert "data.path: nope.jsonl" in refused(*wrong, name=name)
+
+
+def test_half_a_character_in_a_completion(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        '{"prompt": "1", "answer": "2"}\n{"prompt": "1", "answer": "\\udc00"}\n'
+    )
+    err = refused(f"data.path={tmp_path / 'rows.jsonl'}", "data.completion=answer", name="sft")
+    assert "column 'answer' holds \\udc00" in err
+    assert "line 2" in err
 
 
 def test_the_other_commands_refuse_too(refused: Any, tmp_path: Path) -> None:
