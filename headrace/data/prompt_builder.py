@@ -133,6 +133,9 @@ class PromptBuilder:
 
     def render(self, value: Any) -> str:
         """Text or chat messages as the text the model gets. Raises RowProblem."""
+        return require_characters(self._render(value), "the prompt")
+
+    def _render(self, value: Any) -> str:
         if isinstance(value, str):
             if not value.strip():
                 raise RowProblem("the prompt is empty")
@@ -196,6 +199,15 @@ class PromptBuilder:
         except (TemplateError, TypeError) as error:
             raise RowProblem(f"the chat template refuses the messages: {error}") from error
         return text
+
+
+def require_characters(text: str, where: str) -> str:
+    """The text itself. Raises RowProblem for halves of surrogate pairs, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowProblem(f"{where} holds half a character (a lone surrogate, such as \\ud800)") from error
+    return text
 
 
 def _check_messages(value: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from headrace.data.prompt_builder import (
     Problems,
     PromptBuilder,
     RowProblem,
+    require_characters,
     require_column,
     use_chat_template,
 )
@@ -284,7 +285,7 @@ def completion_text(value: Any, where: str) -> str:
         raise RowProblem(f"{where} is a {type(value).__name__}; expected the completion's text")
     if not value.strip():
         raise RowProblem(f"{where} is empty")
-    return value
+    return require_characters(value, where)
 
 
 def _is_one_message(value: Any) -> bool:

@@ -187,6 +187,6 @@ class RunDirectory:
                     break
                 try:
                     steps.append(json.loads(line))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{self.metrics}, line {number}: not JSON ({error})") from error
         return steps
