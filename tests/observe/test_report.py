@@ -327,3 +327,17 @@ def test_settings_that_stand_for_billions_are_left_out(tmp_path: Path) -> None:
     lines = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9 if i else ['y'] * 9)}]" for i in range(10)]
     (run / "config.yaml").write_text("\n".join(lines))
     assert "configuration could not be read" in read_page(write_report([run])).text
+
+
+def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusals of the system are made here."""
+    run = make_run(tmp_path / "first", STEPS, samples=[sample(1)])
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "samples.jsonl cannot be read (permission denied)" in read_page(write_report([run])).text
+
+    def read(self: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("headrace.observe.run_dir.RunDirectory.read_metrics", read)
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be read \(Permission denied\)"):
+        write_report([run])
