@@ -143,6 +143,13 @@ def test_ctrl_c(
     assert cli.main(["train", *NEEDED]) == 130
     assert capsys.readouterr().err.endswith("what is finished is in the newest folder of runs\n")
 
+    def plan(*args: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_plan", plan)
+    assert cli.main(["plan", *NEEDED, "run.name=mine"]) == 130
+    assert capsys.readouterr().err == "headrace: stopped by Ctrl-C\n"  # a plan finishes nothing
+
 
 def test_config_prints_yaml_that_loads_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["config", *NEEDED, "--steps=3"]) == 0
