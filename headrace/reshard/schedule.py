@@ -1,0 +1,69 @@
+"""Which transfers go together: buckets that fit into a staging buffer on every rank, the same list on all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headrace.errors import ConfigError
+from headrace.reshard.plan import Plan
+
+ALIGN = 16
+"""Every message begins at a multiple of this in the staging buffer, so that any dtype can be viewed there."""
+
+OPEN_BUCKETS = 32
+"""How many of the last buckets are tried for room; more would cost time and gain little."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """Part `part` of `parts` of every transfer of an entry: elements [n part / parts, n (part + 1) / parts) of each."""
+
+    entry: int
+    part: int = 0
+    parts: int = 1
+
+    def span(self, elements: int) -> tuple[int, int]:
+        return elements * self.part // self.parts, elements * (self.part + 1) // self.parts
+
+
+def buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
+    """Buckets in which no rank stages more than `bucket_bytes`: half of it to send and half to receive.
+
+    Parameters go into the first bucket with room for them on all ranks, so that pipeline stages, which load different
+    ranks, share buckets; one that fits into none is cut. ConfigError names the least `bucket_bytes` that would do.
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(f"bucket_bytes={bucket_bytes} must be positive")
+    limit = bucket_bytes // 2
+    found: list[list[Item]] = []
+    used: list[np.ndarray] = []
+    for index, entry in enumerate(plan.entries):
+        phase, size = entry.phase, entry.wire_dtype.itemsize
+        elements = np.concatenate([phase.sent, phase.received])
+        count = np.concatenate([phase.sends, phase.receives])
+        if not elements.any():
+            continue
+        overhead = count * (
+            ALIGN + size
+        )  # of a part: the gap before each message, and an element of rounding
+        parts = 1
+        if (elements * size + count * ALIGN).max() > limit:
+            if overhead.max() >= limit:
+                raise ConfigError(
+                    f"bucket_bytes={bucket_bytes} is too small for {int(count.max())} slices of {entry.name} on one rank:"
+                    f" at least {4 * int(overhead.max())}"
+                )
+            parts = int(np.max(-(-elements * size // (limit - overhead))))
+        load = -(-elements // parts) * size + (count * ALIGN if parts == 1 else overhead)
+        for part in range(parts):
+            recent = range(max(0, len(used) - OPEN_BUCKETS), len(used))
+            at = next((b for b in recent if (used[b] + load <= limit).all()), None)
+            if at is None:
+                at = len(found)
+                found.append([])
+                used.append(np.zeros_like(load))
+            found[at].append(Item(index, part, parts))
+            used[at] = used[at] + load
+    return found
