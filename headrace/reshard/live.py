@@ -84,17 +84,16 @@ def gather_descriptions(
     entries = {n: [shape, dtype, box.start, box.stop] for n, (shape, dtype, box) in own.items()}
     text = json.dumps([entries, dict(tied)]).encode()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    sizes = torch.zeros(len(ranks), dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(sizes, torch.tensor([len(text)], device=device), group=group)
-    longest = int(sizes.max())
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in ranks]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
+    longest = max(int(size) for size in sizes)
     mine = torch.zeros(longest, dtype=torch.uint8)
     mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    every = torch.empty(len(ranks) * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(every, mine.to(device), group=group)
-    rows = every.cpu().view(len(ranks), longest)
+    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in ranks]
+    dist.all_gather(rows, mine.to(device), group=group)
     found = {}
-    for rank, row, size in zip(ranks, rows, sizes.tolist(), strict=True):
-        described, names = json.loads(row[:size].numpy().tobytes())
+    for rank, row, size in zip(ranks, rows, sizes, strict=True):
+        described, names = json.loads(row[: int(size)].cpu().numpy().tobytes())
         found[rank] = ({n: _entry(*entry) for n, entry in described.items()}, names)
     return found
 

@@ -45,9 +45,8 @@ def buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
         count = np.concatenate([phase.sends, phase.receives])
         if not elements.any():
             continue
-        overhead = count * (
-            ALIGN + size
-        )  # of a part: the gap before each message, and an element of rounding
+        # a part has a gap before each message and, in each slice, up to an element more than its share
+        overhead = count * (ALIGN + size)
         parts = 1
         if (elements * size + count * ALIGN).max() > limit:
             if overhead.max() >= limit:
@@ -56,7 +55,7 @@ def buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
                     f" at least {4 * int(overhead.max())}"
                 )
             parts = int(np.max(-(-elements * size // (limit - overhead))))
-        load = -(-elements // parts) * size + (count * ALIGN if parts == 1 else overhead)
+        load = elements * size // parts + (count * ALIGN if parts == 1 else overhead)
         for part in range(parts):
             recent = range(max(0, len(used) - OPEN_BUCKETS), len(used))
             at = next((b for b in recent if (used[b] + load <= limit).all()), None)

@@ -257,7 +257,7 @@ def tied_across_stages(rank: int, world: int) -> None:
 
 
 def uneven_strided(rank: int, world: int) -> None:
-    """97 tokens over tp, then over dp: torch or headrace refuses; no wrong box comes out."""
+    """97 tokens over tp, then over dp, where torch can do it: the boxes are those of what the ranks hold."""
     made = model(vocabulary=97)
     full = whole(made)
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -268,6 +268,17 @@ def uneven_strided(rank: int, world: int) -> None:
     for name, tensor in parameters(made).items():
         box = live.box(name, rank)
         assert torch.equal(tensor.to_local(), full[name][(*box.within(everything(full[name])), ...)]), name
+
+
+def mixed_dtypes(rank: int, world: int) -> None:
+    """One message with an odd number of two-byte elements before four- and eight-byte ones, and a single byte."""
+    kinds = [torch.int8, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
+    described = {f"p{i}": ((3 * world,), kind) for i, kind in enumerate(kinds)}
+    full = {n: torch.arange(3 * world).to(kind) for n, (_, kind) in described.items()}
+    source = Layout.parallel(described, Mesh({"dp": world}), zero3="dp")
+    own = {n: t[3 * rank : 3 * rank + 3].clone() for n, t in full.items()}
+    _, report = move(source, Layout.parallel(described, Mesh({"dp": world})), rank, own, full)
+    assert report.buckets == 1
 
 
 def nested(rank: int, world: int) -> None:

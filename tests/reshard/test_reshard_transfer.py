@@ -19,6 +19,7 @@ CASES = [
     live_cases.tied_and_cast,
     live_cases.tied_across_stages,
     live_cases.uneven_strided,
+    live_cases.mixed_dtypes,
     live_cases.nested,
     live_cases.wrong_tensors,
     live_cases.ranks_disagree,
