@@ -66,3 +66,18 @@ def buckets(plan: Plan, bucket_bytes: int) -> list[list[Item]]:
             found[at].append(Item(index, part, parts))
             used[at] = used[at] + load
     return found
+
+
+def peak_extra_bytes(plan: Plan, bucket_bytes: int) -> np.ndarray:
+    """[W] the most memory beyond the source tensors: new target tensors and both staging buffers."""
+    most = np.zeros((2, plan.world), dtype=np.int64)
+    for items in buckets(plan, bucket_bytes):
+        load = np.zeros_like(most)
+        for item in items:
+            entry = plan.entries[item.entry]
+            phase, size = entry.phase, entry.wire_dtype.itemsize
+            count = np.stack([phase.sends, phase.receives])
+            elements = np.stack([phase.sent, phase.received])
+            load += elements * size // item.parts + count * (ALIGN + size * (item.parts > 1))
+        most = np.maximum(most, load)
+    return plan.new_bytes + most.sum(axis=0)

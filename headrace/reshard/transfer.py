@@ -1,17 +1,8 @@
-"""Executing a reshard plan: held parts copied or viewed where they lie, missing ones from rank to rank in buckets.
-
-Point to point (`torch.distributed.batch_isend_irecv`), not `all_to_all_single`: only ranks with something for each other
-take part in a bucket, so a rank without traffic does not wait, uneven counts need no padding, and pairs on one host are
-not held up by the others. gloo runs the operations of a batch one by one, NCCL as one group. Both match the messages
-of a pair in the order they were posted, which is the plan's on both ends; every rank finishes its buckets in ascending
-order, so the rank in the lowest unfinished bucket never waits for a later one. NCCL needs a first call that all ranks
-of a group make: the agreement before the first bucket is that call. Only raw tensor bytes are sent.
-"""
+"""Executing a reshard plan: held parts copied or viewed where they lie, missing ones from rank to rank in buckets."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +10,11 @@ import torch.distributed as dist
 
 from headrace.errors import ConfigError, RunError
 from headrace.reshard.box import Box
+from headrace.reshard.exchange import Exchange, Tensors, find, required
 from headrace.reshard.live import local, wire_device
 from headrace.reshard.plan import Entry, Plan
-from headrace.reshard.schedule import ALIGN, Item, buckets
+from headrace.reshard.schedule import Item, buckets
 
-Tensors = Mapping[str, torch.Tensor]
 DEFAULT_BUCKET_BYTES = 256 << 20
 
 
@@ -54,17 +45,6 @@ class Report:
         return self.new_bytes + self.staging_bytes
 
 
-@dataclass
-class Segment:
-    """One contiguous stretch of a message: boxes of one tensor, one after the other."""
-
-    tensor: torch.Tensor
-    outer: Box
-    boxes: list[Box]
-    dtype: torch.dtype
-    nbytes: int
-
-
 def target_tensors(
     plan: Plan, rank: int, source: Tensors, device: torch.device | str | None = None, nest: bool = False
 ) -> dict[str, torch.Tensor]:
@@ -79,7 +59,7 @@ def target_tensors(
         needed = entry.target.box(rank)
         if needed is None:
             continue
-        own = _find(source, entry.source_names)
+        own = find(source, entry.source_names)
         held = entry.source.box(rank)
         place = torch.device(device) if device is not None else _device(source)
         if own is not None and held is not None and entry.view(rank) and local(own).device == place:
@@ -127,146 +107,24 @@ def run(
     _agree(plan, bucket_bytes, bad, group)
     with torch.no_grad():
         copied, viewed = _keep(plan, rank, source, target)
-        exchange = Exchange(plan, rank, source, target, group)
+        exchange = Exchange(plan, rank, source, target, _device(target or source), group)
         for number, items in enumerate(schedule):
             exchange.bucket(number, items)
     _synchronize(target)
-    found = [local(t) for e in plan.entries if (t := _find(target, e.target_names)) is not None]
+    found = [local(t) for e in plan.entries if (t := find(target, e.target_names)) is not None]
     return Report(
         rank=rank,
         bytes_moved=plan.bytes_moved,
         bytes_minimum=plan.bytes_minimum,
-        sent_bytes=exchange.sent,
-        received_bytes=exchange.received,
+        sent_bytes=exchange.sent_bytes,
+        received_bytes=exchange.received_bytes,
         copied_bytes=copied,
         viewed_bytes=viewed,
-        buckets=exchange.count,
+        buckets=exchange.buckets,
         staging_bytes=sum(b.nbytes for b in exchange.staging.values()),
         new_bytes=sum(t.nbytes for t in found) - viewed,
         ms=(time.perf_counter() - started) * 1e3,
     )
-
-
-class Exchange:
-    """The buckets of one rank, through one staging buffer a direction that grows to the largest bucket."""
-
-    def __init__(
-        self, plan: Plan, rank: int, source: Tensors, target: Tensors, group: dist.ProcessGroup | None
-    ) -> None:
-        self.plan, self.rank, self.source, self.target, self.group = plan, rank, source, target, group
-        self.device = _device(target) if target else _device(source)
-        self.staging: dict[str, torch.Tensor] = {}
-        self.sent = self.received = self.count = 0
-        self._own: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-
-    def bucket(self, number: int, items: list[Item]) -> None:
-        """Send and receive what this rank has in a bucket; returns when the staging buffers are free again."""
-        outgoing, incoming = self._messages(items)
-        if not outgoing and not incoming:
-            return
-        self.count += 1
-        arrivals = self._lay_out("receive", incoming)
-        departures = self._lay_out("send", outgoing)
-        for peer, segments in outgoing.items():
-            for segment, flat in zip(segments, _cut(departures[peer], segments), strict=True):
-                _pack(segment, flat)
-        operations = [dist.P2POp(dist.irecv, wire, peer, self.group) for peer, wire in arrivals.items()]
-        operations += [dist.P2POp(dist.isend, wire, peer, self.group) for peer, wire in departures.items()]
-        try:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        except RuntimeError as error:
-            peers = f"it sends to {sorted(outgoing)} and receives from {sorted(incoming)}"
-            raise RunError(
-                f"resharding stopped on rank {self.rank} in bucket {number}: {peers}. A rank ended, failed or did not"
-                f" come within the group's timeout: {str(error).splitlines()[0]}"
-            ) from error
-        for peer, segments in incoming.items():
-            for segment, flat in zip(segments, _cut(arrivals[peer], segments), strict=True):
-                _unpack(segment, flat)
-        self.sent += sum(wire.numel() for wire in departures.values())
-        self.received += sum(wire.numel() for wire in arrivals.values())
-
-    def _messages(self, items: list[Item]) -> tuple[dict[int, list[Segment]], dict[int, list[Segment]]]:
-        """Peer → what goes to it, peer → what comes from it, both by falling element size so that all stay aligned."""
-        outgoing: dict[int, list[Segment]] = {}
-        incoming: dict[int, list[Segment]] = {}
-        for item in items:
-            entry = self.plan.entries[item.entry]
-            sends, receives = self._transfers(entry)
-            if sends:
-                tensor = local(_required(self.source, entry.source_names))
-                for t in sends:
-                    peer = int(entry.pairing.receiver[t])
-                    _add(outgoing, peer, tensor, entry.source.box(self.rank), entry, t, item)
-            if receives:
-                tensor = local(_required(self.target, entry.target_names))
-                for t in receives:
-                    peer = int(entry.phase.sender[t])
-                    _add(incoming, peer, tensor, entry.target.box(self.rank), entry, t, item)
-        for messages in (outgoing, incoming):
-            for segments in messages.values():
-                segments.sort(key=lambda segment: -segment.dtype.itemsize)
-        return outgoing, incoming
-
-    def _transfers(self, entry: Entry) -> tuple[list[int], list[int]]:
-        key = (id(entry.pairing), entry.turn % entry.pairing.period)
-        if key not in self._own:
-            sends, receives = entry.phase.of(self.rank, entry.pairing.receiver)
-            self._own[key] = sends.tolist(), receives.tolist()
-        return self._own[key]
-
-    def _lay_out(self, direction: str, messages: dict[int, list[Segment]]) -> dict[int, torch.Tensor]:
-        """Peer → its bytes in the staging buffer."""
-        spans: dict[int, tuple[int, int]] = {}
-        end = 0
-        for peer, segments in messages.items():
-            begin = -(-end // ALIGN) * ALIGN
-            end = begin + sum(segment.nbytes for segment in segments)
-            spans[peer] = (begin, end)
-        buffer = self.staging.get(direction)
-        if buffer is None or buffer.numel() < end:
-            self.staging.pop(direction, None)
-            del buffer  # before the larger one is made
-            buffer = self.staging[direction] = torch.empty(end, dtype=torch.uint8, device=self.device)
-        return {peer: buffer[begin:end] for peer, (begin, end) in spans.items()}
-
-
-def _add(
-    messages: dict[int, list[Segment]],
-    peer: int,
-    tensor: torch.Tensor,
-    outer: Box | None,
-    entry: Entry,
-    transfer: int,
-    item: Item,
-) -> None:
-    box = entry.pairing.box(transfer)
-    begin, end = item.span(box.numel)
-    if outer is not None and begin < end:
-        boxes = list(box.flat_range(begin, end))
-        nbytes = (end - begin) * entry.wire_dtype.itemsize
-        messages.setdefault(peer, []).append(Segment(tensor, outer, boxes, entry.wire_dtype, nbytes))
-
-
-def _cut(wire: torch.Tensor, segments: list[Segment]) -> list[torch.Tensor]:
-    return list(wire.split([segment.nbytes for segment in segments]))
-
-
-def _pack(segment: Segment, flat: torch.Tensor) -> None:
-    for box, part in zip(segment.boxes, _parts(segment, flat), strict=True):
-        part.copy_(segment.tensor[box.within(segment.outer)])  # rounds to the dtype on the wire
-
-
-def _unpack(segment: Segment, flat: torch.Tensor) -> None:
-    for box, part in zip(segment.boxes, _parts(segment, flat), strict=True):
-        segment.tensor[box.within(segment.outer)].copy_(part)
-
-
-def _parts(segment: Segment, flat: torch.Tensor) -> list[torch.Tensor]:
-    values = flat.view(segment.dtype)
-    pieces = values.split([box.numel for box in segment.boxes])
-    return [piece.view(box.shape) for piece, box in zip(pieces, segment.boxes, strict=True)]
 
 
 def _keep(plan: Plan, rank: int, source: Tensors, target: Tensors) -> tuple[int, int]:
@@ -276,8 +134,8 @@ def _keep(plan: Plan, rank: int, source: Tensors, target: Tensors) -> tuple[int,
         held, needed, shared = _held(entry, rank)
         if held is None or needed is None or shared is None:
             continue
-        here = local(_required(source, entry.source_names))[shared.within(held)]
-        there = local(_required(target, entry.target_names))[shared.within(needed)]
+        here = local(required(source, entry.source_names))[shared.within(held)]
+        there = local(required(target, entry.target_names))[shared.within(needed)]
         if _same_memory(here, there):
             viewed += there.nbytes
         else:
@@ -310,7 +168,7 @@ def _violations(plan: Plan, rank: int, source: Tensors, target: Tensors) -> list
         )
         wrong = len(found)
         for side, tensors, names, box, dtype in sides:
-            tensor = _find(tensors, names)
+            tensor = find(tensors, names)
             if box is None or (box.numel == 0 and tensor is None):
                 continue
             if tensor is None:
@@ -321,8 +179,8 @@ def _violations(plan: Plan, rank: int, source: Tensors, target: Tensors) -> list
                     f" {tuple(local(tensor).shape)}, the plan says {dtype} of shape {box.shape}"
                 )
         if len(found) == wrong and held is not None and needed is not None and held.numel and needed.numel:
-            here = local(_required(source, entry.source_names))
-            there = local(_required(target, entry.target_names))
+            here = local(required(source, entry.source_names))
+            there = local(required(target, entry.target_names))
             if here.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
                 continue
             if shared is None or not (held.contains(needed) or needed.contains(held)):
@@ -335,7 +193,10 @@ def _violations(plan: Plan, rank: int, source: Tensors, target: Tensors) -> list
 
 
 def _agree(plan: Plan, bucket_bytes: int, bad: list[str], group: dist.ProcessGroup | None) -> None:
-    """All ranks have the same plan and good tensors, or all of them raise. The first call that NCCL wants of all."""
+    """All ranks have the same plan and good tensors, or all of them raise.
+
+    Also the first call of a group that NCCL wants all its ranks to make, before any are sent point to point.
+    """
     if not dist.is_initialized():
         if plan.world > 1:
             bad = [*bad, f"a plan of {plan.world} ranks needs torch.distributed: init_process_group first"]
@@ -359,17 +220,6 @@ def _agree(plan: Plan, bucket_bytes: int, bad: list[str], group: dist.ProcessGro
         raise ConfigError(
             "another rank was given tensors that do not fit the reshard plan; its message says which"
         )
-
-
-def _find(tensors: Tensors, names: tuple[str, ...]) -> torch.Tensor | None:
-    return next((tensors[name] for name in names if name in tensors), None)
-
-
-def _required(tensors: Tensors, names: tuple[str, ...]) -> torch.Tensor:
-    tensor = _find(tensors, names)
-    if tensor is None:
-        raise ConfigError(f"tensor {names[0]} is missing")
-    return tensor
 
 
 def _device(tensors: Tensors) -> torch.device:

@@ -16,6 +16,7 @@ from headrace.errors import ConfigError, RunError
 from headrace.reshard.box import Box
 from headrace.reshard.layout import Layout, Mesh, describe, stages_of_layers
 from headrace.reshard.plan import Plan, plan
+from headrace.reshard.schedule import peak_extra_bytes
 from headrace.reshard.transfer import Report, run, target_tensors
 
 TABLE = {
@@ -155,6 +156,8 @@ def move(
     assert report.sent_bytes + report.received_bytes == 0 or report.staging_bytes > 0
     if not nest:
         assert report.new_bytes == made.new_bytes[rank]
+        expected = int(peak_extra_bytes(made, bucket_bytes)[rank])
+        assert report.peak_extra_bytes <= expected <= made.new_bytes[rank] + bucket_bytes
     return made, report
 
 
@@ -326,7 +329,7 @@ def ranks_disagree(rank: int, world: int) -> None:
 
 def _broken(rank: int, world: int, end: Any) -> None:
     """Rank 1 ends in its second bucket; every other rank gets RunError within the group's timeout."""
-    from headrace.reshard.transfer import Exchange
+    from headrace.reshard.exchange import Exchange
 
     described = {"w": ((66, 64), torch.float32)}
     source = Layout.parallel(described, Mesh({"dp": world}), zero3="dp")
