@@ -156,40 +156,56 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _violations(plan: Plan, rank: int, source: Tensors, target: Tensors) -> list[str]:
-    """Tensors of this rank that are missing, of the wrong shape or dtype, or that lie across each other."""
+    """Tensors of this rank that are missing, of the wrong shape or dtype, untied, or that lie across each other."""
     found: list[str] = []
-    if dist.is_initialized() and rank != dist.get_rank():
-        found.append(f"run was called for rank {rank} by rank {dist.get_rank()}")
+    if dist.is_initialized() and (rank, plan.world) != (dist.get_rank(), dist.get_world_size()):
+        ranks = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        found.append(f"run was called for rank {rank} of a plan for {plan.world} ranks by {ranks}")
+        return found
     for entry in plan.entries:
-        held, needed, shared = _held(entry, rank)
-        sides = (
-            ("source", source, entry.source_names, held, entry.source_dtype),
-            ("target", target, entry.target_names, needed, entry.target_dtype),
-        )
-        wrong = len(found)
-        for side, tensors, names, box, dtype in sides:
-            tensor = find(tensors, names)
-            if box is None or (box.numel == 0 and tensor is None):
-                continue
-            if tensor is None:
-                found.append(f"rank {rank}: {side} tensor {entry.name} is missing")
-            elif tuple(local(tensor).shape) != box.shape or tensor.dtype != dtype:
-                found.append(
-                    f"rank {rank}: {side} tensor {entry.name} is {tensor.dtype} of shape"
-                    f" {tuple(local(tensor).shape)}, the plan says {dtype} of shape {box.shape}"
-                )
-        if len(found) == wrong and held is not None and needed is not None and held.numel and needed.numel:
-            here = local(required(source, entry.source_names))
-            there = local(required(target, entry.target_names))
-            if here.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
-                continue
-            if shared is None or not (held.contains(needed) or needed.contains(held)):
-                alike = False
-            else:
-                alike = _same_memory(here[shared.within(held)], there[shared.within(needed)])
-            if not alike:
-                found.append(f"rank {rank}: target tensor {entry.name} lies across its source's memory")
+        held, needed, _ = _held(entry, rank)
+        wrong = [
+            *_unfit("source", source, entry.source_names, held, entry.source_dtype),
+            *_unfit("target", target, entry.target_names, needed, entry.target_dtype),
+        ] or _across(entry, rank, source, target)
+        found += [f"rank {rank}: {sentence}" for sentence in wrong]
     return found
+
+
+def _unfit(
+    side: str, tensors: Tensors, names: tuple[str, ...], box: Box | None, dtype: torch.dtype
+) -> list[str]:
+    """What is wrong with a rank's tensor of one storage, where it is to hold `box`."""
+    there = {name: local(tensors[name]) for name in names if name in tensors}
+    if box is None or (box.numel == 0 and not there):
+        return []
+    if not there:
+        return [f"{side} tensor {names[0]} is missing"]
+    first, *others = there.values()
+    if any(other.data_ptr() != first.data_ptr() for other in others):
+        return [f"{side} tensors {' and '.join(there)} are tied in the layout, and two tensors here"]
+    if tuple(first.shape) != box.shape or first.dtype != dtype:
+        name = next(iter(there))
+        return [
+            f"{side} tensor {name} is {first.dtype} of shape {tuple(first.shape)},"
+            f" the plan says {dtype} of shape {box.shape}"
+        ]
+    return []
+
+
+def _across(entry: Entry, rank: int, source: Tensors, target: Tensors) -> list[str]:
+    """Whether the target tensor shares memory with its source without holding the same elements there."""
+    held, needed, shared = _held(entry, rank)
+    if held is None or needed is None or not held.numel or not needed.numel:
+        return []
+    sentence = f"target tensor {entry.name} lies across its source's memory"
+    here, there = local(required(source, entry.source_names)), local(required(target, entry.target_names))
+    if here.untyped_storage().data_ptr() != there.untyped_storage().data_ptr():
+        return []
+    if shared is not None and (held.contains(needed) or needed.contains(held)):
+        alike = _same_memory(here[shared.within(held)], there[shared.within(needed)])
+        return [] if alike else [sentence]
+    return [sentence]
 
 
 def _agree(plan: Plan, bucket_bytes: int, bad: list[str], group: dist.ProcessGroup | None) -> None:

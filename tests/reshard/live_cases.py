@@ -322,6 +322,23 @@ def wrong_tensors(rank: int, world: int) -> None:
     assert torch.equal(into["w"], torch.ones(8, 4))
 
 
+def untied_tensors(rank: int, world: int) -> None:
+    """One storage by the layout, two tensors on rank 1: one of them would be left as it was."""
+    described, tied = {"w": ((4, 4), torch.float32), "h": ((4, 4), torch.float32)}, {"h": "w"}
+    source = Layout.parallel(described, Mesh({"dp": world}), zero3="dp", tied=tied)
+    made = plan(source, Layout.parallel(described, Mesh({"dp": world}), tied=tied))
+    into = target_tensors(made, rank, {"h": torch.ones(4 // world, 4)})
+    assert into["w"] is into["h"]
+    bad = {**into, "h": torch.zeros(4, 4)} if rank == 1 else into
+    with pytest.raises(
+        ConfigError, match="are tied in the layout, and two tensors here" if rank == 1 else "another"
+    ):
+        run(made, rank, {"h": torch.ones(4 // world, 4)}, bad)
+    one = Layout.parallel(described, Mesh({"dp": 1}), tied=tied)
+    with pytest.raises(ConfigError, match="of a plan for 1 ranks by rank"):
+        run(plan(one, one), 0, into, into)
+
+
 def ranks_disagree(rank: int, world: int) -> None:
     with pytest.raises(ConfigError, match="another rank has"):
         Layout.of_tensors({"w": torch.ones(2 + rank, 2)})

@@ -22,6 +22,7 @@ CASES = [
     live_cases.mixed_dtypes,
     live_cases.nested,
     live_cases.wrong_tensors,
+    live_cases.untied_tensors,
     live_cases.ranks_disagree,
 ]
 
