@@ -173,8 +173,8 @@ def parse_value(key: str, text: str) -> Any:
     """
     info = all_keys().get(key)
     if info is not None and info.is_text:
-        if info.optional and text in ("", "null", "~"):
-            return None
+        if text in ("null", "~") or (info.optional and not text):
+            return None  # refused by the model where the setting needs a value, as in a file
         if not (len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""):
             return text
     try:

@@ -220,3 +220,14 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_null_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a file; the word itself needs quotes."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "model=m", "data=d", "run.dir=null"]) == 2
+    assert "run.dir" in capsys.readouterr().err
+    assert cli.main(["config", "model=m", "data=d", "run.dir='null'"]) == 0
+    assert "dir: 'null'" in capsys.readouterr().out

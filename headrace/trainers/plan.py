@@ -111,7 +111,7 @@ def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
         {
             (str(role.model_config.path), role.key): role.name == "reward_model" and not flow.trains(role)
             for role in flow.roles
-            if role.model_config.path is not None and getattr(role, "start", None) is None
+            if role.model_config.path is not None and role.start is None
         }
     )
     if checkpoint is None:
