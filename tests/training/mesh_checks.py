@@ -1,0 +1,120 @@
+"""What the processes of tests/training/test_mesh_*.py do; what they return is compared there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mesh_run
+import torch
+from mesh_run import Case, key, make, run, step
+
+from headrace.models.causal_lm import OutputHead
+from headrace.models.logprobs import token_logprobs
+from headrace.models.mesh import Mesh, Parallelism
+from headrace.models.shards import local
+from headrace.models.tensor_parallel import VocabShard
+from headrace.training.engine import TrainingState
+
+Layout = dict[str, int]
+
+
+def everything(layouts: list[Layout], cases: list[Case], more: bool) -> dict[str, Any]:
+    """Each case under each layout, and with `more` (two processes) all other checks."""
+    out: dict[str, Any] = {}
+    meshes = {mesh_run.label(layout): Mesh(Parallelism(**layout)) for layout in layouts}
+    for layout in layouts:
+        mesh = meshes[mesh_run.label(layout)]
+        for case in cases:
+            out[key(layout, case)] = run(make(*case, mesh, checkpointing=case[0] == "qwen2"), mesh)
+    if more:
+        out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
+        out["move"] = move_state(list(meshes.values()))
+        out["vocab"] = vocabulary_parallel(meshes["tp2"])
+        out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
+    return out
+
+
+def skip(mesh: Mesh) -> dict[str, Any]:
+    """Two updates, of which the first has a NaN in a row of rank 0."""
+    engine = make("llama", True, "value", mesh)
+    before = {k: v.clone() for k, v in engine.state_dict().tensors.items()}
+    metrics = [step(engine, 0, mesh, spoil=True)]
+    state = engine.state_dict()
+    unchanged = all(torch.equal(before[k], v) for k, v in state.tensors.items())
+    metrics.append(step(engine, 1, mesh))
+    return {
+        "metrics": metrics,
+        "unchanged": unchanged,
+        "numbers": engine.state_dict().numbers,
+        "tensors": dict(engine.state_dict().tensors),
+    }
+
+
+def move_state(meshes: list[Mesh]) -> dict[str, Any]:
+    """Five updates under one layout after the other, the state handed on as whole tensors."""
+    state: TrainingState | None = None
+    metrics = []
+    for number in range(mesh_run.UPDATES):
+        mesh = meshes[number % len(meshes)]
+        engine = make("qwen3", True, "policy", mesh)
+        if state is not None:
+            with torch.no_grad():
+                for parameter in engine.model.trained_parameters().values():
+                    local(parameter).zero_()
+            engine.load_state_dict(state)
+        metrics.append(step(engine, number, mesh))
+        live = engine.state_dict()
+        state = TrainingState({k: v.clone() for k, v in live.tensors.items()}, live.numbers)
+    assert state is not None
+    return {"metrics": metrics, "tensors": dict(state.tensors), "numbers": state.numbers}
+
+
+def vocabulary_parallel(mesh: Mesh) -> dict[str, Any]:
+    """Log-probabilities, entropy and gradients from cut logits, float64; whole inputs and gradients of this part."""
+    group = mesh.group("tp")
+    assert group is not None
+    out: dict[str, Any] = {}
+    for name, softcap, has_bias in (("plain", None, False), ("softcap and bias", 3.0, True)):
+        tensors, targets = vocabulary_inputs()
+        shard = VocabShard(mesh_run.VOCAB, group)
+        rows = slice(shard.ids.start, shard.ids.stop)
+        hidden = tensors["hidden"].requires_grad_()
+        weight = tensors["weight"][rows].clone().requires_grad_()
+        bias = tensors["bias"][rows].clone().requires_grad_() if has_bias else None
+        head = OutputHead(weight, bias, softcap, shard)
+        got = token_logprobs(hidden, head, targets, temperature=0.7, chunk_bytes=mesh_run.VOCAB * 8 * 2)
+        (got[0] @ tensors["grad_logprobs"] + got[1] @ tensors["grad_entropy"]).backward()
+        with torch.no_grad():
+            whole = head.logits(hidden)
+        out[name] = {
+            "logprobs": got[0].detach(),
+            "entropy": got[1].detach(),
+            "hidden": hidden.grad,
+            "weight": weight.grad,
+            "bias": torch.zeros(len(shard.ids)) if bias is None else bias.grad,
+            "logits": whole,
+            "rows": [shard.ids.start, shard.ids.stop],
+        }
+    return out
+
+
+def vocabulary_inputs() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    g = torch.Generator().manual_seed(5)
+    tokens, width = 11, 8
+    sizes = {
+        "hidden": (tokens, width),
+        "weight": (mesh_run.VOCAB, width),
+        "bias": (mesh_run.VOCAB,),
+        "grad_logprobs": (tokens,),
+        "grad_entropy": (tokens,),
+    }
+    tensors = {k: torch.randn(size, generator=g, dtype=torch.float64) for k, size in sizes.items()}
+    tensors["grad_logprobs"][3] = tensors["grad_entropy"][3] = 0.0  # no gradient at all: costs nothing
+    return tensors, torch.randint(0, mesh_run.VOCAB, (tokens,), generator=g)
+
+
+def bfloat16(mesh: Mesh) -> dict[str, Any]:
+    engine = make("qwen3", True, "policy", mesh, dtype=torch.bfloat16)
+    out = run(engine, mesh)
+    out["computes_in"] = str(engine.model.dtype)
+    return out
