@@ -205,6 +205,8 @@ def verify_against_hf(model: CausalLM | ScalarModel, tolerance: float | None = N
         theirs = model.hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
     finally:
         model.hf.set_attn_implementation(before)
+    if isinstance(model, CausalLM) and model.vocab_shard is not None:
+        theirs = model.vocab_shard.join(theirs)
     if tolerance is None:
         tolerance = 1e-3 if model.dtype == torch.float32 else 0.4  # bf16 noise of real models: 0.1
     if isinstance(model, CausalLM):

@@ -74,6 +74,11 @@ class Mesh:
         grid = torch.tensor(list(ranks)).view(p.dp_replicate, p.zero3, p.tp)
         self.device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=ALL_AXES)
 
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of the grid; others only help to make it."""
+        return self.device_mesh is None or self.device_mesh.get_coordinate() is not None
+
     def size(self, axis: Axis) -> int:
         return int(getattr(self.parallelism, axis))
 

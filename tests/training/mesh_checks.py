@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import mesh_run
 import torch
 from mesh_run import Case, key, make, run, step
 
-from headrace.models.causal_lm import OutputHead
+from headrace.models.causal_lm import CausalLM, OutputHead
+from headrace.models.load_sharded import Head, load_onto_mesh
 from headrace.models.logprobs import token_logprobs
 from headrace.models.mesh import Mesh, Parallelism
 from headrace.models.shards import local
@@ -18,20 +20,45 @@ from headrace.training.engine import TrainingState
 Layout = dict[str, int]
 
 
-def everything(layouts: list[Layout], cases: list[Case], more: bool) -> dict[str, Any]:
-    """Each case under each layout, and with `more` (two processes) all other checks."""
+def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]) -> dict[str, Any]:
+    """Each case under each layout, and with model `folders` (two processes) all other checks."""
     out: dict[str, Any] = {}
     meshes = {mesh_run.label(layout): Mesh(Parallelism(**layout)) for layout in layouts}
     for layout in layouts:
         mesh = meshes[mesh_run.label(layout)]
         for case in cases:
             out[key(layout, case)] = run(make(*case, mesh, checkpointing=case[0] == "qwen2"), mesh)
-    if more:
+    if folders:
         out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
         out["move"] = move_state(list(meshes.values()))
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
+        out["load"] = {
+            f"{name} {kind}": load(mesh, folder, kind)
+            for name, mesh in meshes.items()
+            for kind, folder in folders.items()
+        }
     return out
+
+
+def load(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
+    """A folder's model loaded onto the mesh, its parts in memory, and one update of it."""
+    head: Head = "new scalar" if kind == "critic" else "vocabulary"
+    whole_loads: list[str] = []
+    logging.getLogger("headrace.models.load_sharded").addFilter(
+        lambda record: whole_loads.append(record.getMessage()) is None
+    )
+    model = load_onto_mesh(folder, mesh, head=head, tokenizer=mesh_run.NO_TOKENIZER)
+    engine = mesh_run.engine_of(model, "policy" if head == "vocabulary" else "value")
+    memory = {id(p): local(p).untyped_storage().nbytes() for p in model.hf.parameters()}
+    return {
+        "whole_loads": whole_loads,
+        "tied": len(dict(model.hf.named_parameters())),
+        "bytes": sum(memory.values()),
+        "metrics": [step(engine, 0, mesh)],
+        "tensors": dict(engine.state_dict().tensors),
+        "end_ids": list(model.eos_token_ids) if isinstance(model, CausalLM) else [],
+    }
 
 
 def skip(mesh: Mesh) -> dict[str, Any]:

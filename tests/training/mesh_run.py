@@ -31,6 +31,15 @@ VOCAB = 97  # odd, so that no part of the vocabulary is like another
 UPDATES = 5
 MAX_GRAD_NORM = 0.3
 
+
+class NoTokenizer:
+    """Stands for a tokenizer where nothing is tokenized."""
+
+    eos_token_id = 5
+
+
+NO_TOKENIZER = NoTokenizer()
+
 # rows of (prompt, response) tokens; rows of 7 share a prompt
 ROWS = [(7, 12), (3, 5), (7, 2), (1, 1), (7, 7), (2, 9), (5, 3), (9, 4), (4, 0), (3, 11)]
 # the data-parallel rank (modulo their number) of each row, by update: uneven, and once with nothing for rank 1
@@ -138,6 +147,10 @@ def make(
         model.use_gradient_checkpointing()
     if mesh.parallelism.size > 1:
         shard_model(model, mesh)
+    return engine_of(model, head)
+
+
+def engine_of(model: CausalLM | ScalarModel, head: str) -> TorchEngine:
     return TorchEngine(
         model,
         prefix={"policy": "actor", "value": "critic", "score": "reward_model"}[head],

@@ -13,6 +13,7 @@ import torch
 from mesh_run import Case, key, label
 
 from headrace.data.batch import Batch
+from headrace.models.heads import critic_from
 from headrace.models.mesh import Mesh
 from headrace.training.engine import TrainingState
 
@@ -36,12 +37,18 @@ FOUR_CASES: list[Case] = [("qwen3", True, "policy"), ("llama", False, "policy"),
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return mesh_run.spawn(mesh_checks.everything, 2, tmp_path_factory.mktemp("two"), TWO, CASES, True)
+    folders = {}
+    for kind, tied in (("tied", True), ("untied", False), ("critic", True)):
+        folders[kind] = str(tmp_path_factory.mktemp(kind))
+        hf = mesh_run.build("llama" if kind == "untied" else "qwen3", tied).hf
+        hf.generation_config.eos_token_id = [11, 12]
+        hf.save_pretrained(folders[kind], max_shard_size="10KB")
+    return mesh_run.spawn(mesh_checks.everything, 2, tmp_path_factory.mktemp("two"), TWO, CASES, folders)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return mesh_run.spawn(mesh_checks.everything, 4, tmp_path_factory.mktemp("four"), FOUR, FOUR_CASES, False)
+    return mesh_run.spawn(mesh_checks.everything, 4, tmp_path_factory.mktemp("four"), FOUR, FOUR_CASES, {})
 
 
 @cache
@@ -178,3 +185,25 @@ def test_bfloat16_trains_float32_masters(two, layout) -> None:
         assert apart < 0.1 * moved
         kept = got["tensors"]["weight/model.embed_tokens.weight"]
         assert not torch.equal(kept, kept.bfloat16().float())
+
+
+@pytest.mark.parametrize("layout", TWO, ids=label)
+@pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
+def test_a_model_is_read_in_slices(two, layout, kind) -> None:
+    """Several files with an index; a critic from a policy's folder, whose head starts at 0."""
+    case: Case = ("llama" if kind == "untied" else "qwen3", kind != "untied", "policy")
+    one = mesh_run.make(*case, Mesh())
+    if kind == "critic":
+        one = mesh_run.engine_of(critic_from(mesh_run.build(*case[:2])), "value")
+    metrics = mesh_run.step(one, 0, Mesh())
+    whole = sum(p.nbytes for p in one.model.hf.parameters())
+    for rank in two:
+        got = rank["load"][f"{label(layout)} {kind}"]
+        assert got["whole_loads"] == []
+        assert got["tied"] == len(dict(one.model.hf.named_parameters()))
+        assert got["metrics"][0] == pytest.approx(metrics, rel=TOLERANCE, abs=TOLERANCE)
+        assert got["end_ids"] == ([] if kind == "critic" else [11, 12, 5])
+        for name, value in one.state_dict().tensors.items():
+            torch.testing.assert_close(got["tensors"][name], value.detach(), atol=TOLERANCE, rtol=0)
+        # norms are whole under tp, and one rank has the larger part of an odd vocabulary
+        assert got["bytes"] <= whole if "dp_replicate" in layout else got["bytes"] < 0.53 * whole
