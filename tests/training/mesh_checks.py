@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import mesh_run
 import torch
+import torch.distributed as dist
 from mesh_run import Case, key, make, run, step
 
+from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.models.causal_lm import CausalLM, OutputHead
 from headrace.models.load_sharded import Head, load_onto_mesh
 from headrace.models.logprobs import token_logprobs
@@ -30,7 +33,7 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
             out[key(layout, case)] = run(make(*case, mesh, checkpointing=case[0] == "qwen2"), mesh)
     if folders:
         out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
-        out["move"] = move_state(list(meshes.values()))
+        out["move"] = move_state(list(meshes.values()), Path(folders.pop("state")))
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
         out["load"] = {
@@ -77,23 +80,26 @@ def skip(mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def move_state(meshes: list[Mesh]) -> dict[str, Any]:
-    """Five updates under one layout after the other, the state handed on as whole tensors."""
-    state: TrainingState | None = None
+def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:
+    """Five updates under one layout after the other, the state handed on through files that rank 0 writes."""
     metrics = []
+    numbers: dict[str, Any] = {}
     for number in range(mesh_run.UPDATES):
         mesh = meshes[number % len(meshes)]
         engine = make("qwen3", True, "policy", mesh)
-        if state is not None:
+        if number:
             with torch.no_grad():
                 for parameter in engine.model.trained_parameters().values():
                     local(parameter).zero_()
-            engine.load_state_dict(state)
+            with TensorFile(folder / f"{number - 1}.safetensors") as saved:
+                engine.load_state_dict(TrainingState(saved, numbers))
         metrics.append(step(engine, number, mesh))
-        live = engine.state_dict()
-        state = TrainingState({k: v.clone() for k, v in live.tensors.items()}, live.numbers)
-    assert state is not None
-    return {"metrics": metrics, "tensors": dict(state.tensors), "numbers": state.numbers}
+        state = engine.state_dict()
+        numbers = state.numbers
+        writes = dist.get_rank() == 0
+        write_tensors(folder / f"{number}.safetensors" if writes else None, state.tensors)
+        dist.barrier()
+    return {"metrics": metrics, "tensors": dict(state.tensors), "numbers": numbers}
 
 
 def vocabulary_parallel(mesh: Mesh) -> dict[str, Any]:
@@ -145,3 +151,12 @@ def bfloat16(mesh: Mesh) -> dict[str, Any]:
     out = run(engine, mesh)
     out["computes_in"] = str(engine.model.dtype)
     return out
+
+
+def two_groups() -> dict[str, Any]:
+    """Four processes as two groups: a policy over ranks 2 and 0, a critic over 1 and 3, each with its own updates."""
+    actor = Mesh(Parallelism(tp=2), ranks=[2, 0])
+    critic = Mesh(Parallelism(zero3=2), ranks=[1, 3])
+    mesh, head = (actor, "policy") if actor.is_member else (critic, "value")
+    out = run(make("qwen3", True, head, mesh), mesh)
+    return {"head": head, "other_is_member": actor.is_member and critic.is_member, **out}

@@ -37,7 +37,7 @@ FOUR_CASES: list[Case] = [("qwen3", True, "policy"), ("llama", False, "policy"),
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folders = {}
+    folders = {"state": str(tmp_path_factory.mktemp("state"))}
     for kind, tied in (("tied", True), ("untied", False), ("critic", True)):
         folders[kind] = str(tmp_path_factory.mktemp(kind))
         hf = mesh_run.build("llama" if kind == "untied" else "qwen3", tied).hf
@@ -94,6 +94,17 @@ def test_two_processes_train_as_one(two, layout, case) -> None:
 @pytest.mark.parametrize("case", FOUR_CASES, ids=lambda c: f"{c[0]}-{'tied' if c[1] else 'untied'}-{c[2]}")
 def test_four_processes_train_as_one(four, layout, case) -> None:
     check(four, layout, case)
+
+
+@pytest.mark.slow
+def test_two_models_run_on_groups_of_their_own(tmp_path) -> None:
+    ranks = mesh_run.spawn(mesh_checks.two_groups, 4, tmp_path)
+    assert [rank["head"] for rank in ranks] == ["policy", "value", "policy", "value"]
+    for rank in ranks:
+        assert not rank["other_is_member"]
+        expected = alone(("qwen3", True, rank["head"]))
+        for name, value in expected["tensors"].items():
+            torch.testing.assert_close(rank["tensors"][name], value, atol=TOLERANCE, rtol=0)
 
 
 def test_the_rows_are_uneven_and_once_missing() -> None:
