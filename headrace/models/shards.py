@@ -44,6 +44,11 @@ class Shards:
     partial: frozenset[str] = frozenset()
     compute_dtype: torch.dtype | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a process has only parts of the parameters."""
+        return self.mesh.size("tp") * self.mesh.size("zero3") > 1
+
     def shape(self, name: str, parameter: Tensor) -> torch.Size:
         """The shape of the whole parameter."""
         return self.shapes.get(name, parameter.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,21 @@ import torch
 import torch.distributed as dist
 from mesh_run import Case, key, make, run, step
 
+from headrace.checkpoint.export import save_hf_folder
 from headrace.checkpoint.files import TensorFile, write_tensors
+from headrace.errors import HeadraceError
 from headrace.models.causal_lm import CausalLM, OutputHead
+from headrace.models.hf import copy_causal_lm
 from headrace.models.load_sharded import Head, load_onto_mesh
 from headrace.models.logprobs import token_logprobs
 from headrace.models.mesh import Mesh, Parallelism
+from headrace.models.sharding import shard_model
 from headrace.models.shards import local
 from headrace.models.tensor_parallel import VocabShard
+from headrace.rollout.engine import Request, SamplingParams
+from headrace.rollout.native.engine import NativeEngine
 from headrace.training.engine import TrainingState
+from headrace.training.torch_engine import TorchEngine
 
 Layout = dict[str, int]
 
@@ -36,6 +44,7 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
         out["move"] = move_state(list(meshes.values()), Path(folders.pop("state")))
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
+        out["rollout"] = sampled(meshes["tp2"], folders["untied"])
         out["load"] = {
             f"{name} {kind}": load(mesh, folder, kind)
             for name, mesh in meshes.items()
@@ -60,8 +69,38 @@ def load(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
         "bytes": sum(memory.values()),
         "metrics": [step(engine, 0, mesh)],
         "tensors": dict(engine.state_dict().tensors),
+        "refusals": refusals(engine),
         "end_ids": list(model.eos_token_ids) if isinstance(model, CausalLM) else [],
     }
+
+
+def refusals(engine: TorchEngine) -> list[str]:
+    """What cannot be done with a model in parts."""
+    model, said = engine.model, []
+    attempts: list[Callable[[], Any]] = [lambda: shard_model(model, model.shards.mesh)]
+    if model.shards.is_cut:
+        attempts += [lambda: save_hf_folder(model, Path("never/written")), lambda: copy_causal_lm(model)]
+    for attempt in attempts:
+        try:
+            attempt()
+        except HeadraceError as error:
+            said.append(str(error))
+    return said
+
+
+def sampled(mesh: Mesh, folder: str) -> dict[str, Any]:
+    """Tokens and log-probabilities of two samples a prompt from a model that is cut over tp."""
+    model = load_onto_mesh(folder, mesh, tokenizer=mesh_run.NO_TOKENIZER)
+    assert isinstance(model, CausalLM)
+    return rollout(model)
+
+
+def rollout(model: CausalLM) -> dict[str, Any]:
+    requests = [Request((3, 1, 4), (11, 12)), Request((1, 5, 9, 2, 6), (13, 14))]
+    engine = NativeEngine(model, max_concurrent_sequences=3, block_tokens=4, kv_cache_tokens=96)
+    groups = engine.generate(requests, SamplingParams(max_new_tokens=12, temperature=0.8))
+    flat = [c for group in groups for c in group]
+    return {"ids": [c.token_ids for c in flat], "logprobs": [c.logprobs for c in flat]}
 
 
 def skip(mesh: Mesh) -> dict[str, Any]:

@@ -217,4 +217,17 @@ def test_a_model_is_read_in_slices(two, layout, kind) -> None:
         for name, value in one.state_dict().tensors.items():
             torch.testing.assert_close(got["tensors"][name], value.detach(), atol=TOLERANCE, rtol=0)
         # norms are whole under tp, and one rank has the larger part of an odd vocabulary
+        wrong = ["already laid onto a mesh"]
+        if "dp_replicate" not in layout:
+            wrong += ["only parts of the model", "cannot be copied"]
+            assert len(got["refusals"]) == 3
+        assert all(text in said for text, said in zip(wrong, got["refusals"], strict=False))
         assert got["bytes"] <= whole if "dp_replicate" in layout else got["bytes"] < 0.53 * whole
+
+
+def test_a_rollout_under_tp_samples_the_same_tokens(two) -> None:
+    expected = mesh_checks.rollout(mesh_run.build("llama", False))
+    for rank in two:
+        assert rank["rollout"]["ids"] == expected["ids"]
+        for mine, one in zip(rank["rollout"]["logprobs"], expected["logprobs"], strict=True):
+            assert mine == pytest.approx(one, abs=TOLERANCE)
