@@ -124,16 +124,14 @@ class MasterAdamW:
 
         return add
 
-    def _gradients(self) -> dict[str, Tensor]:
-        """Of this process's shards, over all rows of the update."""
-        own: dict[str, Tensor | None] = {}
-        rows = zip(self._names, self._parameters, self._weights, self._masters, self._grad_sums, strict=True)
-        for name, parameter, weight, master, total in rows:
-            grad = total
-            if master is weight:
-                grad = None if parameter.grad is None else local(parameter.grad)
-            own[name] = grad
-        return exchange_gradients(own, self._weights, self.shards)
+    def _gradients(self) -> list[Tensor | None]:
+        """Of this process's shards and rows, in the order of the parameters."""
+        found: list[Tensor | None] = []
+        rows = zip(self._parameters, self._weights, self._masters, self._grad_sums, strict=True)
+        for parameter, weight, master, total in rows:
+            grad = parameter.grad if master is weight else total
+            found.append(None if grad is None else local(grad))
+        return found
 
     def zero_grad(self) -> None:
         for index, parameter in enumerate(self._parameters):
@@ -143,7 +141,8 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> StepResult:
         """Clips, applies and clears the accumulated gradients; a non-finite gradient skips the update."""
-        gradients = self._gradients()
+        own = dict(zip(self._names, self._gradients(), strict=True))
+        gradients = exchange_gradients(own, self._weights, self.shards)
         if not gradients:
             return StepResult(False, 0.0, 0.0)
         rate = learning_rate_at(self.updates, self.settings)
