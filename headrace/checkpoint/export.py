@@ -25,8 +25,13 @@ def save_hf_folder(model: Backbone, path: Path, *, shard_size: str = SHARD_SIZE)
 
     Of a model with adapters: the adapters, as peft's `PeftModel.from_pretrained(base, path)` reads them, and the
     tokenizer. The folder is written beside its target and renamed; an older folder at `path` is replaced only then.
-    Weights above `shard_size` are cut into several files. Raises RunError when that fails, as on a full disk.
+    Weights above `shard_size` are cut into several files. Raises RunError when that fails, as on a full disk, and for a
+    model of which this process has parts.
     """
+    if model.shards.is_cut:
+        raise RunError(
+            f"{path}: this process has only parts of the model; write a checkpoint and run headrace export on that"
+        )
     if model.adapters is not None:
         return write_whole(path, lambda folder: _write_adapters(model, folder))
     return write_whole(path, lambda folder: _write_model(model, folder, shard_size))

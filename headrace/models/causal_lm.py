@@ -17,19 +17,27 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.models.lora import Adapters
+from headrace.models.shards import Shards
+from headrace.models.tensor_parallel import VocabShard
 
 
 @dataclass(frozen=True)
 class OutputHead:
-    """The map from hidden states to logits: `softcap(hidden @ weight.T + bias)`."""
+    """The map from hidden states to logits: `softcap(hidden @ weight.T + bias)`.
+
+    With a `shard`, weight and bias are those of this rank's ids alone.
+    """
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
     softcap: float | None  # logits = softcap * tanh(logits / softcap)
+    shard: VocabShard | None = None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [T, H] → float32 logits [T, V]."""
+        """hidden [T, H] → float32 logits [T, V], whole on every rank."""
         raw = torch.nn.functional.linear(hidden, self.weight, self.bias).float()
+        if self.shard is not None:
+            raw = self.shard.join(raw)
         return raw if self.softcap is None else self.softcap * torch.tanh(raw / self.softcap)
 
 
@@ -37,12 +45,14 @@ class Backbone(nn.Module):
     """The transformer below the head, shared by policies, critics and reward models."""
 
     adapters: Adapters | None  # None: the whole model trains
+    shards: Shards  # where its parameters lie (models/sharding.py)
 
     def __init__(self, hf: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
         super().__init__()
         self.hf = hf
         self.tokenizer = tokenizer
         self.adapters = adapters
+        self.shards = Shards()
         self.text_config = hf.config.get_text_config()
 
     @property
@@ -51,6 +61,9 @@ class Backbone(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        if self.shards.compute_dtype is not None:
+            return self.shards.compute_dtype
         return next(self.hf.parameters()).dtype
 
     @property
@@ -61,13 +74,18 @@ class Backbone(nn.Module):
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
         """input_ids [T], position_ids [T] (int64, on the model's device) → last hidden states [T, H]."""
+        return self.run_layers(input_ids, position_ids, attention)[0]
+
+    def run_layers(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+        """`hidden_states` as transformers gives them, [1, T, H]: FSDP's hooks want no view of them."""
         out = self.hf.base_model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
             headrace_attention=attention,
         )
-        return out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """What training changes, by its name in `hf`: every parameter (tied ones once), or only the adapters'."""
@@ -106,6 +124,8 @@ class Backbone(nn.Module):
 class CausalLM(Backbone):
     """A policy: wraps a `PreTrainedModel` with a language-model head (see models/hf.py)."""
 
+    vocab_shard: VocabShard | None = None  # the ids whose logits this rank has; None: all
+
     def __init__(
         self, hf: Any, tokenizer: Any, eos_token_ids: tuple[int, ...], adapters: Adapters | None = None
     ) -> None:
@@ -118,9 +138,9 @@ class CausalLM(Backbone):
 
     @property
     def num_kv_heads(self) -> int:
-        return int(
-            getattr(self.text_config, "num_key_value_heads", None) or self.text_config.num_attention_heads
-        )
+        """Key/value heads of this rank."""
+        heads = getattr(self.text_config, "num_key_value_heads", None) or self.text_config.num_attention_heads
+        return int(heads) // self.shards.mesh.size("tp")
 
     @property
     def head_dim(self) -> int:
@@ -129,7 +149,7 @@ class CausalLM(Backbone):
 
     @property
     def vocab_size(self) -> int:
-        return int(self.head().weight.shape[0])
+        return self.vocab_shard.vocab if self.vocab_shard else int(self.head().weight.shape[0])
 
     def head(self) -> OutputHead:
         linear = self.hf.get_output_embeddings()
@@ -137,6 +157,7 @@ class CausalLM(Backbone):
             linear.weight,
             getattr(linear, "bias", None),
             getattr(self.text_config, "final_logit_softcapping", None),
+            self.vocab_shard,
         )
 
 
@@ -185,6 +206,8 @@ def verify_against_hf(model: CausalLM | ScalarModel, tolerance: float | None = N
         theirs = model.hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
     finally:
         model.hf.set_attn_implementation(before)
+    if isinstance(model, CausalLM) and model.vocab_shard is not None:
+        theirs = model.vocab_shard.join(theirs)
     if tolerance is None:
         tolerance = 1e-3 if model.dtype == torch.float32 else 0.4  # bf16 noise of real models: 0.1
     if isinstance(model, CausalLM):

@@ -186,7 +186,11 @@ def wrap(
 
 
 def copy_causal_lm(model: CausalLM) -> CausalLM:
-    """A second, independent copy of the weights (the frozen reference)."""
+    """A second, independent copy of the weights (the frozen reference). Raises ConfigError for a model in parts."""
+    if model.shards.is_cut:
+        raise ConfigError(
+            "parallelism: a model in parts cannot be copied; load the copy onto its mesh as well"
+        )
     return CausalLM(copy.deepcopy(model.hf), model.tokenizer, model.eos_token_ids, model.adapters)
 
 

@@ -279,6 +279,27 @@ class MetricSums:
             else:
                 self.add_min(name, other._values[name])
 
+    def plain(self) -> list[tuple[str, Kind, float, float]]:
+        """(name, kind, value, count) of each, as plain values for another process; the count of other kinds than
+        means is 0. Waits for the device, once."""
+        values = _to_floats(list(self._values.values()))
+        counts = dict(zip(self._counts, _to_floats(list(self._counts.values())), strict=True))
+        return [
+            (name, self._kinds[name], value, counts.get(name, 0.0))
+            for name, value in zip(self._values, values, strict=True)
+        ]
+
+    @classmethod
+    def from_plain(cls, plain: list[tuple[str, Kind, float, float]]) -> MetricSums:
+        """The inverse of `plain`."""
+        sums = cls()
+        for name, kind, value, count in plain:
+            sums._claim(name, kind)
+            sums._values[name] = value
+            if kind == "mean":
+                sums._counts[name] = count
+        return sums
+
     def means(self) -> dict[str, float]:
         """Means, totals, maxima and minima as Python floats; a mean over a count of 0 is absent, never NaN.
 

@@ -8,12 +8,15 @@ change smaller than the parameters' precision is not lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from headrace.models.shards import Shards, local
+from headrace.training.gradients import exchange_gradients, global_norm
 
 
 @dataclass(frozen=True)
@@ -57,21 +60,36 @@ class StepResult:
 
 
 class MasterAdamW:
-    """AdamW (Loshchilov & Hutter 2019) whose state is float32 whatever the parameters' dtype."""
+    """AdamW (Loshchilov & Hutter 2019) whose state is float32 whatever the parameters' dtype.
 
-    def __init__(self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> None:
+    On a mesh each process has the state of its own shards alone, and all steps are taken together.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],
+        settings: OptimizerSettings,
+        shards: Shards | None = None,
+    ) -> None:
+        """`parameters` by the names that `shards` knows them by (default: this process has all of each)."""
         self.settings = settings
+        self.shards = shards or Shards()
         self.updates = 0
         self.skipped = 0
-        self._parameters = [p for p in parameters if p.requires_grad]
+        if not isinstance(parameters, Mapping):
+            parameters = {str(index): p for index, p in enumerate(parameters)}
+        self._names = [name for name, p in parameters.items() if p.requires_grad]
+        self._parameters = [parameters[name] for name in self._names]
+        # AdamW works element by element, so each process's part is a plain tensor to it
+        self._weights = [local(p) for p in self._parameters]
         self._masters: list[Tensor] = []
         self._grad_sums: list[Tensor | None] = []
         self._hooks: list[Any] = []
-        for index, p in enumerate(self._parameters):
+        for index, (p, weight) in enumerate(zip(self._parameters, self._weights, strict=True)):
             if p.dtype == torch.float32:
-                self._masters.append(p)
+                self._masters.append(weight)
             else:
-                self._masters.append(p.detach().to(torch.float32).clone())
+                self._masters.append(weight.detach().to(torch.float32).clone())
                 self._hooks.append(p.register_post_accumulate_grad_hook(self._summing_hook(index)))
             self._grad_sums.append(None)
         self._home = self._parameters[0].device
@@ -100,18 +118,20 @@ class MasterAdamW:
             grad = parameter.grad
             if grad is None:
                 return
-            total = self._grad_sums[index]
-            self._grad_sums[index] = grad.to(torch.float32) if total is None else total.add_(grad)
+            total, own = self._grad_sums[index], local(grad)
+            self._grad_sums[index] = own.to(torch.float32) if total is None else total.add_(own)
             parameter.grad = None
 
         return add
 
-    def _gradients(self) -> list[Tensor]:
-        sums = (
-            p.grad if m is p else s
-            for p, m, s in zip(self._parameters, self._masters, self._grad_sums, strict=True)
-        )
-        return [g for g in sums if g is not None]
+    def _gradients(self) -> list[Tensor | None]:
+        """Of this process's shards and rows, in the order of the parameters."""
+        found: list[Tensor | None] = []
+        rows = zip(self._parameters, self._weights, self._masters, self._grad_sums, strict=True)
+        for parameter, weight, master, total in rows:
+            grad = parameter.grad if master is weight else total
+            found.append(None if grad is None else local(grad))
+        return found
 
     def zero_grad(self) -> None:
         for index, parameter in enumerate(self._parameters):
@@ -121,31 +141,30 @@ class MasterAdamW:
     @torch.no_grad()
     def step(self) -> StepResult:
         """Clips, applies and clears the accumulated gradients; a non-finite gradient skips the update."""
-        gradients = self._gradients()
+        own = dict(zip(self._names, self._gradients(), strict=True))
+        gradients = exchange_gradients(own, self._weights, self.shards)
         if not gradients:
             return StepResult(False, 0.0, 0.0)
-        norm = torch.nn.utils.get_total_norm(gradients)
         rate = learning_rate_at(self.updates, self.settings)
-        norm_value = float(norm)
+        norm_value = global_norm(gradients, self.shards)
         if not math.isfinite(norm_value):
             self.skipped += 1
             self.zero_grad()
             return StepResult(False, norm_value, rate)
         limit = self.settings.max_grad_norm
         if limit is not None and norm_value > limit:
-            torch._foreach_mul_(gradients, limit / (norm_value + 1e-6))
-        for parameter, master, total in zip(self._parameters, self._masters, self._grad_sums, strict=True):
-            if master is not parameter:
-                master.grad = total
+            torch._foreach_mul_(list(gradients.values()), limit / (norm_value + 1e-6))
+        for name, master in zip(self._names, self._masters, strict=True):
+            master.grad = gradients.get(name)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         if self.settings.offload:
             self._move_state(self._home)
         self._adamw.step()
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            if master is not parameter:
-                parameter.copy_(master)
-                master.grad = None
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            master.grad = None
+            if master is not weight:
+                weight.copy_(master)
         if self.settings.offload:
             self._move_state(torch.device("cpu"))
         self.updates += 1
@@ -154,17 +173,17 @@ class MasterAdamW:
 
     def _move_state(self, device: torch.device) -> None:
         """Moves Adam's moments, and the masters that are not the parameters themselves, to `device`."""
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
+        for weight, master in zip(self._weights, self._masters, strict=True):
             for name, value in self._adamw.state.get(master, {}).items():
                 if isinstance(value, Tensor) and value.dim() > 0:
                     self._adamw.state[master][name] = value.to(device)
-            if master is not parameter:
+            if master is not weight:
                 master.data = master.data.to(device)
 
     def state_dict(self) -> dict[str, Any]:
         """Live tensors, in the order of the parameters: `masters` (None where the parameter is its own master) and
         `adam`, each parameter's `step`, `exp_avg` and `exp_avg_sq` (empty before its first update)."""
-        own = [None if m is p else m for p, m in zip(self._parameters, self._masters, strict=True)]
+        own = [None if m is w else m for w, m in zip(self._weights, self._masters, strict=True)]
         adam = [dict(self._adamw.state.get(m, {})) for m in self._masters]
         return {"updates": self.updates, "skipped": self.skipped, "masters": own, "adam": adam}
 
@@ -172,10 +191,10 @@ class MasterAdamW:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from `state_dict()`; parameters that are their own masters must have been loaded apart."""
         self.updates, self.skipped = int(state["updates"]), int(state["skipped"])
-        for parameter, master, saved in zip(self._parameters, self._masters, state["masters"], strict=True):
+        for weight, master, saved in zip(self._weights, self._masters, state["masters"], strict=True):
             if saved is not None:
                 master.copy_(saved)
-                parameter.copy_(master)
+                weight.copy_(master)
         # torch numbers the parameters group by group, and moves what it loads to the parameter's device
         adam = {id(m): values for m, values in zip(self._masters, state["adam"], strict=True)}
         plain = self._adamw.state_dict()

@@ -1,4 +1,6 @@
-"""Training on one device: packed sequences, token-budget accumulation, float32 master weights.
+"""Training of one model: packed sequences, token-budget accumulation, float32 master weights.
+
+On one device, or with others over the mesh that the model was laid onto (models/sharding.py).
 
 Shapes: N tokens of a micro-batch, M of them response tokens.
 """
@@ -15,8 +17,11 @@ from headrace.errors import ConfigError, RunError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
+from headrace.models.sharding import settle
+from headrace.models.shards import local
 from headrace.observe.metrics import MetricSums
 from headrace.training.engine import Loss, TokenOutputs, TrainingEngine, TrainingState
+from headrace.training.gathered import GatheredTensors
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 
 logger = logging.getLogger(__name__)
@@ -32,6 +37,10 @@ class TorchEngine(TrainingEngine):
 
     `prefix` names its metrics ("actor", "critic", "sft"). A model with a scalar head gives a value for every response
     token (a critic), or with `scores_rows` one score a row, at its last token (a reward model).
+
+    On a mesh every process of it calls the same methods at the same time, each data-parallel rank with its own rows
+    (any number, also none), tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is the
+    sum over data-parallel ranks; metrics are pooled over them and equal everywhere.
     """
 
     def __init__(
@@ -55,7 +64,10 @@ class TorchEngine(TrainingEngine):
         self.max_skipped_updates = max_skipped_updates
         # a model that an earlier engine froze can be trained by this one
         model.set_trainable(optimizer is not None)
-        self.optimizer = MasterAdamW(model.trained_parameters().values(), optimizer) if optimizer else None
+        self.shards = model.shards
+        self.optimizer: MasterAdamW | None = None
+        if optimizer is not None:
+            self.optimizer = MasterAdamW(model.trained_parameters(), optimizer, self.shards)
         self._skipped_in_a_row = 0
 
     @property
@@ -103,6 +115,10 @@ class TorchEngine(TrainingEngine):
         """Hidden states of the flat tokens `wanted` of a batch on the CPU; nothing beyond them is computed, and a
         beginning that rows have in common once."""
         device = self.model.device
+        if len(wanted) == 0 and self._passes_together:
+            # other ranks wait for this pass, in both directions, and it must not add anything
+            first = torch.zeros(1, dtype=torch.int64, device=device)
+            return self.model.hidden_states(first, first, PackedAttention([1], device))[:0]
         if len(wanted) == 0:
             width = int(self.model.text_config.hidden_size)
             return torch.zeros(0, width, dtype=self.model.dtype, device=device)
@@ -116,22 +132,51 @@ class TorchEngine(TrainingEngine):
         )
         return hidden[shared.place[wanted].to(device)]
 
+    @property
+    def _passes_together(self) -> bool:
+        """Whether a forward pass needs those of ranks with other rows: all then make equally many."""
+        return self.shards.mesh.size("zero3") > 1
+
+    def _empty_passes(self, own: int) -> list[Batch]:
+        """What a rank with `own` micro-batches passes beside them: batches of one row without any response token."""
+        if not self._passes_together:
+            return []
+        nothing = Batch(
+            [1], {"input_ids": torch.zeros(1, dtype=torch.int64), "response_mask": torch.tensor([False])}
+        )
+        return [nothing] * (self.shards.mesh.most(own) - own)
+
     @torch.no_grad()
     def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
         """Outputs for all rows, on the CPU, in row order, without gradients."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
-        for micro in pack_shared(batch, self._budget):
+        micros = pack_shared(batch, self._budget) if batch.num_rows else []
+        for empty in self._empty_passes(len(micros)):
+            self._forward(empty, with_entropy)
+        for micro in micros:
             out = self._forward(micro, with_entropy)
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
             rows = {"scores": columns.pop("scores")} if "scores" in columns else {}
             parts.append(Batch(micro.lengths, columns, rows))
             order.extend(micro["row_number"].tolist())
+        settle(self.model)
+        if not parts:
+            return self._no_outputs(with_entropy)
         joined = Batch.concat(parts).select(torch.argsort(torch.tensor(order)))
         return TokenOutputs(**joined.tokens, **{k: torch.as_tensor(v) for k, v in joined.rows.items()})
 
+    def _no_outputs(self, with_entropy: bool) -> TokenOutputs:
+        """Those of no rows."""
+        blank = torch.zeros(0)
+        if isinstance(self.model, ScalarModel):
+            return TokenOutputs(scores=blank) if self.scores_rows else TokenOutputs(values=blank)
+        return TokenOutputs(logprobs=blank, entropy=blank if with_entropy else None)
+
     def microbatches(self, batch: Batch) -> list[Batch]:
         """How an update is cut: by number when asked for, else by token budget."""
+        if batch.num_rows == 0:
+            return []
         if self.microbatches_per_update is None:
             return pack_shared(batch, self._budget)
         return batch.balance(self.microbatches_per_update)
@@ -148,20 +193,26 @@ class TorchEngine(TrainingEngine):
         if "loss_weight" in batch.tokens:
             weighed = torch.zeros(batch.num_rows).index_add_(0, batch.row_ids(), weighed)
         batch = batch.select(weighed > 0)
-        if batch.num_rows == 0:
+        micros = self.microbatches(batch)
+        if self.shards.mesh.most(len(micros)) == 0:
             logger.warning(
                 "%s: no token of this update counts in the loss; the weights stay as they are", self.prefix
             )
             for name in loss.per_update:
                 sums.add(name, 0.0, 1)
             return sums
-        for micro in self.microbatches(batch):
+        for empty in self._empty_passes(len(micros)):
+            outputs = self._forward(empty, with_entropy=loss.needs_entropy)
+            sum(x.sum() for x in vars(outputs).values() if x is not None).mul(0.0).backward()
+        for micro in micros:
             outputs = self._forward(micro, with_entropy=loss.needs_entropy)
             value, metrics = loss(outputs, micro.to(self.model.device))
             value.backward()
             sums.merge(metrics)
+        sums = self._pooled(sums)
         for name in loss.per_update:
             sums.add(name, 0.0, 1)
+        settle(self.model)
         result = self.optimizer.step()
         sums.add(f"{self.prefix}/grad_norm", result.grad_norm, 1)
         sums.add(f"{self.prefix}/learning_rate", result.learning_rate, 1)
@@ -180,18 +231,32 @@ class TorchEngine(TrainingEngine):
             )
         return sums
 
+    def _pooled(self, own: MetricSums) -> MetricSums:
+        """The metrics of all data-parallel ranks."""
+        if self.shards.mesh.parallelism.size == 1:
+            return own
+        sums = MetricSums()
+        for plain in self.shards.mesh.gather(own.plain()):
+            sums.merge(MetricSums.from_plain(plain))
+        return sums
+
     def state_dict(self) -> TrainingState:
-        """See TrainingEngine. Weights are stored once: a float32 parameter is its own master."""
+        """See TrainingEngine. Weights are stored once: a float32 parameter is its own master.
+
+        On a mesh each tensor is whole, and put together when it is asked for: every process has to ask for all of them,
+        in their order.
+        """
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and has no training state")
         state = self.optimizer.state_dict()
         tensors: dict[str, torch.Tensor] = {}
         rows = zip(self.model.trained_parameters().items(), state["masters"], state["adam"], strict=True)
         for (name, parameter), master, adam in rows:
-            tensors[f"weight/{name}"] = parameter.detach() if master is None else master
+            tensors[f"weight/{name}"] = local(parameter.detach()) if master is None else master
             tensors |= {f"{key}/{name}": value for key, value in adam.items()}
         numbers = {name: state[name] for name in ("updates", "skipped")}
-        return TrainingState(tensors, {**numbers, "skipped_in_a_row": self._skipped_in_a_row})
+        numbers["skipped_in_a_row"] = self._skipped_in_a_row
+        return TrainingState(GatheredTensors(tensors, self.shards), numbers)
 
     @torch.no_grad()
     def load_state_dict(self, state: TrainingState) -> None:
@@ -200,7 +265,11 @@ class TorchEngine(TrainingEngine):
         parameters, saved = self.model.trained_parameters(), state.tensors
         names = {key.partition("/")[2] for key in saved if key.startswith("weight/")}
         odd = sorted(names ^ parameters.keys())
-        odd += [n for n in names & parameters.keys() if saved[f"weight/{n}"].shape != parameters[n].shape]
+        odd += [
+            n
+            for n in names & parameters.keys()
+            if saved[f"weight/{n}"].shape != self.shards.shape(n, parameters[n])
+        ]
         if odd:
             raise ConfigError(
                 f"{self.prefix}: the checkpoint is of another model ({odd[0]} differs, {len(odd)} in all); resume with"
@@ -209,11 +278,11 @@ class TorchEngine(TrainingEngine):
         masters: list[torch.Tensor | None] = []
         adam: list[dict[str, torch.Tensor]] = []
         for name, parameter in parameters.items():
-            weight = saved[f"weight/{name}"]
+            weight = self.shards.cut(name, saved[f"weight/{name}"])
             masters.append(None if parameter.dtype == torch.float32 else weight)
             if masters[-1] is None:
-                parameter.copy_(weight)
+                local(parameter).copy_(weight)
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in saved]
-            adam.append({key: saved[f"{key}/{name}"].clone() for key in keys})
+            adam.append({key: self.shards.cut(name, saved[f"{key}/{name}"]).clone() for key in keys})
         self.optimizer.load_state_dict({**state.numbers, "masters": masters, "adam": adam})
         self._skipped_in_a_row = int(state.numbers["skipped_in_a_row"])

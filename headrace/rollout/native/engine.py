@@ -304,7 +304,7 @@ class _Rollout:
         uniform = uniforms(self.seeds[who], count)
         early = count < self.sampling.min_new_tokens
         head = self.model.head()
-        rows_at_once = max(1, LOGITS_AT_ONCE // head.weight.shape[0])
+        rows_at_once = max(1, LOGITS_AT_ONCE // self.model.vocab_size)
         parts: list[Draws] = []
         for start in range(0, len(samples), rows_at_once):
             part = slice(start, start + rows_at_once)

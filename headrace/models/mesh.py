@@ -1,0 +1,124 @@
+"""The processes that one model runs on: a grid `dp_replicate x zero3 x tp`, and what they say to each other.
+
+Ranks along `dp_replicate` and `zero3` hold different rows (they are *data-parallel*); ranks along `tp` hold the same
+rows. A mesh of one process has no groups, and every exchange gives back what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from headrace.errors import ConfigError
+
+Axis = Literal["dp_replicate", "zero3", "tp"]
+DATA_AXES: tuple[Axis, ...] = ("dp_replicate", "zero3")
+ALL_AXES: tuple[Axis, ...] = (*DATA_AXES, "tp")
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """How many processes there are along each axis.
+
+    `dp_replicate`: whole copies of the model. `zero3`: each weight, gradient and optimizer moment cut over so many
+    data-parallel ranks. `tp`: each layer's heads, MLP columns and vocabulary cut over so many ranks.
+    """
+
+    dp_replicate: int = 1
+    zero3: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        wrong = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1]
+        if wrong:
+            raise ConfigError([f"parallelism: {text} must be at least 1" for text in wrong])
+
+    @property
+    def size(self) -> int:
+        return self.dp_replicate * self.zero3 * self.tp
+
+
+class Mesh:
+    """This process's place in the grid. Ranks count along `tp` first, then `zero3`, then `dp_replicate`.
+
+    Made by every process of the default process group at the same time, also by those that are not in `ranks`.
+    """
+
+    def __init__(
+        self,
+        parallelism: Parallelism | None = None,
+        device: torch.device | str = "cpu",
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """`ranks`: global ranks in the order of the grid (default 0, 1, …). Raises ConfigError unless they fill it."""
+        self.parallelism = parallelism or Parallelism()
+        self.device = torch.device(device)
+        p = self.parallelism
+        self.device_mesh: DeviceMesh | None = None
+        if p.size == 1:
+            return
+        if not dist.is_initialized():
+            raise ConfigError(f"parallelism: {p.size} processes are asked for, and no process group is there")
+        ranks = range(dist.get_world_size()) if ranks is None else ranks
+        if len(ranks) != p.size:
+            raise ConfigError(
+                f"parallelism: dp_replicate={p.dp_replicate} x zero3={p.zero3} x tp={p.tp} is {p.size} processes, and"
+                f" there are {len(ranks)}"
+            )
+        grid = torch.tensor(list(ranks)).view(p.dp_replicate, p.zero3, p.tp)
+        self.device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=ALL_AXES)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this process is one of the grid; others only help to make it."""
+        return self.device_mesh is None or self.device_mesh.get_coordinate() is not None
+
+    def size(self, axis: Axis) -> int:
+        return int(getattr(self.parallelism, axis))
+
+    def rank(self, axis: Axis) -> int:
+        """This process's number along an axis."""
+        return 0 if self.device_mesh is None else self.device_mesh.get_local_rank(axis)
+
+    def group(self, axis: Axis) -> dist.ProcessGroup | None:
+        """The processes along an axis through this one; None where it is alone there."""
+        if self.device_mesh is None or self.size(axis) == 1:
+            return None
+        return self.device_mesh.get_group(axis)
+
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        axes: Sequence[Axis] = DATA_AXES,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> Tensor:
+        """Combines `tensor` over all ranks along `axes`, in place, and returns it."""
+        for axis in axes:
+            group = self.group(axis)
+            if group is not None:
+                dist.all_reduce(tensor, op, group)
+        return tensor
+
+    def most(self, number: int) -> int:
+        """The largest `number` of all data-parallel ranks."""
+        if self.device_mesh is None:
+            return number
+        counts = torch.tensor([number], device=self.device)
+        return int(self.all_reduce(counts, DATA_AXES, dist.ReduceOp.MAX))
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every data-parallel rank, in the same order everywhere. For small plain values."""
+        gathered = [value]
+        for axis in reversed(DATA_AXES):
+            group = self.group(axis)
+            if group is not None:
+                parts: list[Any] = [None] * self.size(axis)
+                dist.all_gather_object(parts, gathered, group)
+                gathered = [item for part in parts for item in part]
+        return gathered
