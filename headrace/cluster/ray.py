@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from typing import Any
 from headrace.cluster.faults import Failure, root_cause
 from headrace.cluster.placement import Placement
 from headrace.cluster.ray_rank import RankProcess, actor_name, from_wire, to_wire
+from headrace.cluster.sweeper import Sweeper
 from headrace.cluster.wire import Message, plain_bytes, plain_value
 from headrace.cluster.workers import Executor, Pending
 from headrace.errors import ConfigError, HeadraceError, MissingExtraError, RunError, WorkerError
@@ -84,6 +86,7 @@ class RayExecutor(Executor):
         self._actors: dict[int, Any] = {}
         self._group: Any = None
         self._private: Path | None = None
+        self._sweeper: Sweeper | None = None
         self._connected = False
         address = address or os.environ.get("RAY_ADDRESS")
         try:
@@ -111,6 +114,7 @@ class RayExecutor(Executor):
             "runtime_env": {"env_vars": allowed_environment(os.environ)},
         }
         if address:
+            _require_answer(address)
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -121,6 +125,7 @@ class RayExecutor(Executor):
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"
         }
         self._private = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp" if os.path.isdir("/tmp") else None))
+        self._sweeper = Sweeper(self._private)
         with _private_environment():
             for attempt in (1, 2, 3):
                 try:
@@ -191,9 +196,13 @@ class RayExecutor(Executor):
             )
             options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": strategy}
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))
+        if self._sweeper is not None:
+            self._sweeper.watch()
         store = self._get([self._actors[0].open_store.remote()], deadline, "start")[0]
         joins = [actor.join.remote(*store) for actor in self._actors.values()]
         self.hosts = dict(zip(self._actors, self._get(joins, deadline, "join"), strict=True))
+        if self._sweeper is not None:
+            self._sweeper.watch()
 
     def _check_devices(self, resource: str, needed: int) -> None:
         import ray
@@ -280,6 +289,9 @@ class RayExecutor(Executor):
                 self._group = None
             ray.shutdown()
             self._connected = False
+        if self._sweeper is not None:
+            self._sweeper.dismiss()
+            self._sweeper = None
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
             self._private = None
@@ -403,6 +415,17 @@ def _private_environment() -> Iterator[None]:
         added = {k: v for k, v in os.environ.items() if k not in kept and k.startswith("RAY_")}
         os.environ.clear()
         os.environ.update(before | added)
+
+
+def _require_answer(address: str) -> None:
+    """Raises ConfigError where nothing listens: Ray itself would try for minutes."""
+    match = re.fullmatch(r"(?:ray://)?\[?([^/\[\]]+?)\]?:(\d+)", address)
+    if match is None:
+        return  # `auto` and the like, which Ray knows at once
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}': {error}") from error
 
 
 def _object_store_bytes() -> int:
