@@ -47,7 +47,7 @@ class Echo:
 
 def layout(workers: int) -> dict[str, Any]:
     """All workers in one group, twice: colocated roles with other degrees, so that rows move between them."""
-    tp = min(4, workers // 2)
+    tp = 4 if workers >= 8 else 1
     return {
         "device": "cpu",
         "roles": {

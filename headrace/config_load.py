@@ -36,6 +36,7 @@ PATH_KEYS = (
     "critic.path",
     "reference.path",
     "algorithm.plugin",
+    "cluster.layout",
 )
 
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (

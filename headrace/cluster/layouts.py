@@ -26,6 +26,7 @@ from headrace.cluster.placement import (
     Placement,
     RolePlacement,
 )
+from headrace.config import ClusterConfig
 from headrace.config_load import read_settings
 from headrace.errors import ConfigError
 
@@ -85,6 +86,28 @@ def resolve(
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return placement
+
+
+def placement_of(
+    cluster: ClusterConfig, roles: Iterable[str], device: str = "auto", available: int | None = None
+) -> Placement:
+    """The placement that the section `cluster` describes for a run with `roles`, without groups it does not need.
+
+    `device` is `run.device`: `cpu` makes CPU processes of a parallelism that no layout stands with.
+    Raises ConfigError with all violations.
+    """
+    wanted = list(roles)
+    layout, num_gpus = cluster.layout, cluster.num_gpus
+    if layout is None and num_gpus is None and cluster.parallelism:
+        layout = {"device": "cpu" if device == "cpu" else "cuda", "roles": {"actor": {}}}
+    return resolve(
+        layout,
+        parallelism=cluster.parallelism,
+        num_gpus=num_gpus,
+        backend=cluster.communication_backend,
+        roles=wanted,
+        available=available,
+    ).limited(wanted)
 
 
 def _read(

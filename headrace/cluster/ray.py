@@ -106,12 +106,15 @@ class RayExecutor(Executor):
 
         if ray.is_initialized():
             raise RunError("Ray is in use in this process already; end that (ray.shutdown()) before a run")
+        passed = allowed_environment(os.environ)
+        if not self.placement.communication.rdma_enabled:
+            passed["NCCL_IB_DISABLE"] = "1"
         common: dict[str, Any] = {
             "namespace": self._run,
             "log_to_driver": False,
             "configure_logging": False,
             "logging_level": "error",
-            "runtime_env": {"env_vars": allowed_environment(os.environ)},
+            "runtime_env": {"env_vars": passed},
         }
         if address:
             _require_answer(address)

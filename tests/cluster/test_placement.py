@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.cluster.layouts import resolve, template_for, templates
+from headrace.cluster.layouts import placement_of, resolve, template_for, templates
 from headrace.cluster.placement import ROLES, ModelSize, Parallelism, Placement, fit_violations
+from headrace.config import ClusterConfig
 from headrace.errors import ConfigError
 
 HOST = {"nodes": [{"name": "a", "count": 1, "gpus_per_node": 8}]}
@@ -224,3 +225,23 @@ def test_models_and_batches_that_do_not_fit() -> None:
     ]
     (layers,) = fit_violations(p, {"actor": ModelSize(16, 4, 25)}, {})
     assert "pp 3 does not divide the model's 25 layers; use pp 1" in layers
+
+
+def test_the_section_of_a_configuration() -> None:
+    four = placement_of(ClusterConfig(layout="cpu_4_split"), ["actor", "rollout", "reference"])
+    assert (four.device, list(four.groups)) == ("cpu", ["actor", "reference"])
+    two = placement_of(ClusterConfig(parallelism={"dp": 2}), ["actor"], device="cpu")
+    assert (two.device, two.world) == ("cpu", 2)
+    assert (
+        placement_of(ClusterConfig(num_gpus=8, parallelism={"tp": 4}), ["actor"])
+        .roles["actor"]
+        .parallelism.dp
+        == 2
+    )
+    assert placement_of(ClusterConfig(), ["actor"]).world == 1
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 0}, {"tp": "two"}])
+def test_a_section_with_wrong_degrees(degrees: Any) -> None:
+    with pytest.raises(ValueError, match=r"unknown degree|at least 1"):
+        ClusterConfig(parallelism=degrees)
