@@ -6,6 +6,7 @@ Ray starts the processes, carries orders, and rows from rank to rank; torch.dist
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib.util
 import logging
 import os
@@ -129,7 +130,7 @@ class RayExecutor(Executor):
         }
         self._private = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp" if os.path.isdir("/tmp") else None))
         self._sweeper = Sweeper(self._private)
-        with _private_environment():
+        with _one_start_at_a_time(START_S), _private_environment():
             for attempt in (1, 2, 3):
                 try:
                     ray.init(
@@ -142,7 +143,7 @@ class RayExecutor(Executor):
                     )
                     self._connected = True
                     break
-                except (ConnectionError, RuntimeError, TimeoutError, OSError) as error:
+                except Exception as error:  # what Ray raises here is a plain Exception
                     # another launch may have taken a port that Ray had picked
                     ray.shutdown()
                     if attempt == 3:
@@ -402,6 +403,27 @@ class _Orders:
             f" is {self.executor.log_path(cause.rank)}"
         )
         return self.executor.fail(WorkerError(message, cause.exit_code))
+
+
+@contextlib.contextmanager
+def _one_start_at_a_time(longest_s: float) -> Iterator[None]:
+    """Has launches of this user on this host start their clusters in turn: together they run into Ray's time limits.
+
+    The lock goes with the process that holds it. After `longest_s` the start is tried without it.
+    """
+    path = Path(tempfile.gettempdir()) / f"headrace-start-{os.getuid()}.lock"
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        deadline = time.monotonic() + longest_s
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+        yield
+    finally:
+        os.close(file)
 
 
 @contextlib.contextmanager
