@@ -227,6 +227,42 @@ def test_faults_and_signals_leave_nothing_behind(
     assert not [folder for folder in private_folders() - before if folder in folders]
 
 
+ONCE = """
+import sys
+from pathlib import Path
+from headrace.cluster.group import WorkerGroup
+from headrace.cluster.layouts import resolve
+from headrace.cluster.ray import RayExecutor
+if __name__ == "__main__":
+    with RayExecutor(resolve("cpu_1"), Path(sys.argv[1])) as executor:
+        actor = WorkerGroup(executor, "actor")
+        actor.create(sys.argv[2])
+        print(actor.call("place").values)
+"""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ten_simultaneous_launches_all_start(tmp_path: Path) -> None:
+    script = tmp_path / "launch.py"
+    script.write_text(ONCE)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / f"logs-{i}"), TOY],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for i in range(10)
+    ]
+    for process in running:
+        out, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors
+        assert out.startswith("([0, 1, 0, 0, 0, 0,")
+
+
 def private_folders() -> set[Path]:
     return set(Path("/tmp").glob("hr-*"))
 
