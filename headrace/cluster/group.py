@@ -88,6 +88,7 @@ class WorkerGroup:
         balance: bool = True,
         timeout_s: float | None = None,
         arguments: Mapping[str, Any] | None = None,
+        label: str | None = None,
     ) -> Call:
         """Begins a call; groups on other devices can work meanwhile.
 
@@ -95,18 +96,18 @@ class WorkerGroup:
         method's first argument, a Batch that may be empty; its tp and pp ranks get the same one. Parts are near-equal
         in tokens, and rows with equal `together` (default: `pair_id`, where there is one) stay on one index. Rows
         that lie so already do not move; with `balance` false, neither do rows that lie in this group in any other
-        way. `arguments` are plain values, the same for all.
+        way. `arguments` are plain values, the same for all. `label` replaces `<name>.<method>` in errors.
         Raises RunError for a column that is not there or an argument that is not plain.
         """
         began = time.perf_counter()
         number = new_number()
-        what = f"{self.name}.{method}"
+        what = label or f"{self.name}.{method}"
         order: dict[str, Any] = {
             "what": what,
             "object": self.name,
             "method": method,
             "arguments": dict(arguments or {}),
-            "output": f"{what}/{number}",
+            "output": f"{self.name}.{method}/{number}",
             "drop": self.executor.take_dropped(self.group),
         }
         layout: RowLayout | None = None

@@ -183,7 +183,7 @@ class Worker:
                     raise RunError(f"{len(outcome.parents)} parents were given for {made.num_rows} rows")
                 keys = child_keys(taken.keys, outcome.parents)
             else:
-                keys = np.arange(made.num_rows, dtype=np.int64) + (site.dp_rank << 40)
+                keys = np.arange(made.num_rows, dtype=np.int64) + (site.dp_rank << 30)
             columns: dict[str, Column] = {**made.tokens, **made.rows}
             kinds = dict.fromkeys(made.tokens, "token") | {
                 name: "row" if isinstance(c, Tensor) else "list" for name, c in made.rows.items()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.checkpoint.files import write_tensors
 from headrace.checkpoint.resume import Checkpoint
 from headrace.cluster.handle import Handle
@@ -58,6 +59,12 @@ class Runtime(Protocol):
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         """Columns of all rows, or of one, in this process."""
 
+    def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
+        """The numbers, ascending, of the groups of rows whose rewards differ."""
+
+    def join_groups(self, parts: Sequence[tuple[Rows, Mapping[int, int]]]) -> Rows:
+        """Of each (rows, group → new number) the rows of those groups, all together."""
+
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The plain part of the training state of every trained role."""
 
@@ -102,6 +109,12 @@ class LocalRuntime(Runtime):
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         batch = local_batch(rows)
         return batch if row is None else batch.select([row])
+
+    def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
+        return varied_groups(local_batch(rows), context)
+
+    def join_groups(self, parts: Sequence[tuple[Rows, Mapping[int, int]]]) -> Rows:
+        return Batch.concat([numbered_groups(local_batch(rows), numbers) for rows, numbers in parts])
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         return {name: role.state_dict().numbers for name, role in self.trained.items()}
