@@ -56,6 +56,16 @@ class DataRanks:
 ALONE = DataRanks()
 
 
+@dataclass(frozen=True)
+class StageTime:
+    """When a stage was carried out, in seconds since 1970, and by which group of devices."""
+
+    stage: str
+    group: str
+    began: float
+    ended: float
+
+
 @dataclass
 class StageContext:
     """What a stage is told besides its batch.
@@ -72,6 +82,7 @@ class StageContext:
     on_progress: Callable[[float], None] = field(default=lambda fraction: None)
     kl: KLController | None = None  # the run's; without one the coefficient is the configured one
     ranks: DataRanks = ALONE
+    times: list[StageTime] = field(default_factory=list)
 
     def add_once(self, name: str, value: float) -> None:
         """Adds a mean's value that every rank has alike."""

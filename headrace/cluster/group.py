@@ -25,7 +25,8 @@ class Result:
 
     `handle`: the rows it was given with the columns it wrote (`written`), or the rows it made; None where neither.
     `values`: the plain value of each data-parallel index; `every_value` of each rank of the group.
-    `seconds`: of the method on each data-parallel index. `moved_bytes`: rows that went from worker to worker.
+    `seconds`: of the method on each data-parallel index, and when it `began` (seconds since 1970). `moved_bytes`: of rows
+    that went from worker to worker.
     `controller_s`, `controller_bytes`: this process's own work for the call, and its orders and replies.
     """
 
@@ -34,6 +35,7 @@ class Result:
     values: tuple[Any, ...]
     every_value: tuple[Any, ...]
     seconds: tuple[float, ...]
+    began: tuple[float, ...]
     moved_bytes: int
     controller_s: float
     controller_bytes: int
@@ -258,6 +260,7 @@ class Call:
             tuple(r["value"] for r in own),
             tuple(replies[rank]["value"] for rank in self.group.ranks),
             tuple(r["seconds"] for r in own),
+            tuple(r["began"] for r in own),
             sum(r["moved_bytes"] for r in replies.values()),
             self.controller_s + time.perf_counter() - began,
             self.sent_bytes + received,

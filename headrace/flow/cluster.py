@@ -176,9 +176,12 @@ class _Remote:
     stage: Stage
     call: Call
     context: StageContext
+    span: tuple[str, float, float] = ("", 0.0, 0.0)
 
     def finish(self, rows: Rows) -> Rows:
         result = self.call.result()
+        ends = [began + seconds for began, seconds in zip(result.began, result.seconds, strict=True)]
+        self.span = (self.call.group.group, min(result.began), max(ends))
         for value in result.values:
             self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
         made = result.handle

@@ -35,6 +35,9 @@ Writer = Callable[[Path], None]
 class Started(Protocol):
     """A stage that is being carried out."""
 
+    span: tuple[str, float, float]
+    """The group of devices, and when it began and ended, in seconds since 1970; known once it is over."""
+
     def finish(self, rows: Rows) -> Rows:
         """Waits; returns `rows` with what the stage wrote, or the rows that it made. Its metrics are in its context."""
 
@@ -102,9 +105,9 @@ class LocalRuntime(Runtime):
         return batch
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
-        started = time.perf_counter()
+        began = time.time()
         result = stage.function(local_batch(rows), context)
-        return _Done(stage, result, time.perf_counter() - started)
+        return _Done(stage, result, ("all", began, time.time()))
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         batch = local_batch(rows)
@@ -141,8 +144,8 @@ class LocalRuntime(Runtime):
 class _Done:
     """A stage that was carried out in this process."""
 
-    def __init__(self, stage: Stage, result: Any, seconds: float) -> None:
-        self.stage, self.result, self.seconds = stage, result, seconds
+    def __init__(self, stage: Stage, result: Any, span: tuple[str, float, float]) -> None:
+        self.stage, self.result, self.span = stage, result, span
 
     def finish(self, rows: Rows) -> Rows:
         return _with_result(local_batch(rows), self.result, self.stage.name)

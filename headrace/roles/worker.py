@@ -103,7 +103,7 @@ class RoleWorker:
     def varied_groups(self, batch: Batch, *, context: Mapping[str, Any]) -> Outcome:
         return Outcome(value=varied_groups(batch, self._context(context)))
 
-    def hold_groups(self, batch: Batch, *, numbers: Sequence[Sequence[int]]) -> None:
+    def hold_groups(self, batch: Batch, *, numbers: Sequence[tuple[int, int]]) -> None:
         """Keeps the rows of some groups, numbered anew, until `held_groups`."""
         self._held.append(numbered_groups(batch, dict(numbers)))
 
