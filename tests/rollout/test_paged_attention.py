@@ -115,9 +115,14 @@ def test_layers_may_differ_in_heads_and_windows_and_repeat(dtype: torch.dtype, a
 
 
 def test_cut_by_width() -> None:
-    assert cut_by_width([4, 4, 4], 0.0) == [(0, 3)]
-    assert cut_by_width([8, 4, 4, 1], 0.0) == [(0, 1), (1, 3), (3, 4)]
+    def cut(widths: list[int], waste: float, free: int = 0) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in cut_by_width(np.array(widths), waste, free)]
+
+    assert cut([4, 4, 4], 0.0) == [(0, 3)]
+    assert cut([8, 4, 4, 1], 0.0) == [(0, 1), (1, 3), (3, 4)]
     # 8 + 7 fill 15 of 16 places; 3 would leave 6 of 24 empty
-    assert cut_by_width([8, 7, 3], 0.15) == [(0, 2), (2, 3)]
-    assert cut_by_width([8, 7, 3], 0.25) == [(0, 3)]
-    assert cut_by_width([8, 7, 3, 3], 0.0, free=6) == [(0, 3), (3, 4)]
+    assert cut([8, 7, 3], 0.15) == [(0, 2), (2, 3)]
+    assert cut([8, 7, 3], 0.25) == [(0, 3)]
+    assert cut([8, 7, 3, 3], 0.0, free=6) == [(0, 3), (3, 4)]
+    # not sorted: the longest decides
+    assert cut([3, 7, 8], 0.15) == [(0, 1), (1, 3)]

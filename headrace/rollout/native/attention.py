@@ -55,7 +55,8 @@ class PagedDecodeAttention:
         self._longest = int(lengths.max(initial=0))
         self._device = device
         self._waste = WASTE.get(device.type, WASTE["cpu"])
-        own = self._slots_of(slice(None), (lengths - 1)[:, None])[:, 0]
+        last, size = lengths - 1, cache.block_size
+        own = table[np.arange(len(table)), last // size] * size + last % size
         self._slots = torch.from_numpy(own).to(device)
         self._parts: dict[tuple[int | None, int, int], list[tuple[slice, DecodePart]]] = {}
 
@@ -73,25 +74,24 @@ class PagedDecodeAttention:
         outputs = [part.attend(layer, query[rows], scale) for rows, part in self._parts[kind]]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _slots_of(self, rows: slice, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the tokens at `positions` [R, L] of some sequences lie."""
-        size = self._cache.block_size
-        return np.take_along_axis(self._table[rows], positions // size, 1) * size + positions % size
-
     def _sparse(
         self, window: int | None, heads: int, kv_heads: int, dtype: torch.dtype
     ) -> list[tuple[slice, DecodePart]]:
-        lengths = self._lengths
+        lengths, size = self._lengths, self._cache.block_size
         seen = lengths if window is None else np.minimum(lengths, window)
         parts: list[tuple[slice, DecodePart]] = []
-        for start, stop in cut_by_width(seen.tolist(), self._waste, FREE_ENTRIES // heads):
-            rows = slice(start, stop)
+        for rows in cut_by_width(seen, self._waste, FREE_ENTRIES // heads):
             place = np.arange(int(seen[rows].max()))
+            slots = (self._table[rows, :, None] * size + np.arange(size)).reshape(
+                -1, self._table.shape[1] * size
+            )
+            if window is not None:
+                oldest = (lengths - seen)[rows, None]
+                slots = np.take_along_axis(slots, np.minimum(oldest + place, slots.shape[1] - 1), 1)
+            # places beyond a sequence's own tokens hold finite numbers too, and are hidden
             visible = place < seen[rows, None]
-            # empty places point at the sequence's newest token; the bias hides it there
-            positions = np.where(visible, lengths[rows, None] - 1 - place, lengths[rows, None] - 1)
-            slots = self._slots_of(rows, positions)
-            parts.append((rows, SparseDecode(self._cache, slots, visible, (heads, kv_heads), dtype)))
+            part = SparseDecode(self._cache, slots[:, : len(place)], visible, (heads, kv_heads), dtype)
+            parts.append((rows, part))
         return parts
 
     def _gathered(
@@ -103,8 +103,7 @@ class PagedDecodeAttention:
         first_block = oldest // size
         widths = (lengths - 1) // size + 1 - first_block
         parts: list[tuple[slice, DecodePart]] = []
-        for start, stop in cut_by_width(widths.tolist(), self._waste):
-            rows = slice(start, stop)
+        for rows in cut_by_width(widths, self._waste):
             width = int(widths[rows].max())
             columns = first_block[rows, None] + np.arange(width)
             held = columns * size < lengths[rows, None]

@@ -9,7 +9,6 @@ P rows of a pool (one for each slot and key/value head).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +42,10 @@ class SparseDecode:
         heads: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        """`slots` and `visible` [R, L]: where each place is, and whether it is seen; `heads`: (A, K)."""
+        """`slots` and `visible` [R, L]: where each place is, and whether it is seen; `heads`: (A, K).
+
+        What is hidden may be any slot of the cache.
+        """
         self._cache = cache
         rows, length = slots.shape
         num_heads, kv_heads = heads
@@ -122,17 +124,15 @@ def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor | None
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -torch.inf)
 
 
-def cut_by_width(widths: Sequence[int], waste: float, free: int = 0) -> list[tuple[int, int]]:
-    """Cuts consecutive sequences into [start, stop) so that a part has at most `free` empty places, or at most the
-    share `waste` of them."""
-    parts: list[tuple[int, int]] = []
-    start, widest, used = 0, 0, 0
-    for i, width in enumerate(widths):
-        places = max(widest, width) * (i - start + 1)
-        if i > start and places - used - width > max(free, waste * places):
-            parts.append((start, i))
-            start, widest, used = i, 0, 0
-        widest = max(widest, width)
-        used += width
-    parts.append((start, len(widths)))
+def cut_by_width(widths: NDArray[np.int64], waste: float, free: int = 0) -> list[slice]:
+    """Cuts consecutive sequences into parts, each with at most `free` empty places or at most the share `waste`."""
+    parts: list[slice] = []
+    start = 0
+    while start < len(widths):
+        rest = widths[start:]
+        places = np.maximum.accumulate(rest) * np.arange(1, len(rest) + 1)
+        bad = (places - rest.cumsum() > np.maximum(free, waste * places)).nonzero()[0]
+        stop = start + int(bad[0]) if len(bad) else len(widths)
+        parts.append(slice(start, stop))
+        start = stop
     return parts
