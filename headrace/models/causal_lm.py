@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.models.lora import Adapters
+from headrace.models.norm import use_fast_norms
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Backbone(nn.Module):
         self.tokenizer = tokenizer
         self.adapters = adapters
         self.text_config = hf.config.get_text_config()
+        use_fast_norms(hf)
 
     @property
     def device(self) -> torch.device:
