@@ -9,6 +9,7 @@ P rows of a pool (one for each slot and key/value head).
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -55,15 +56,14 @@ class SparseDecode:
         own = first + torch.arange(kv_heads, dtype=kind)[:, None, None]
         self._columns = own.expand(rows, kv_heads, num_heads // kv_heads, length).flatten()
         self._starts = torch.arange(0, entries + 1, length, dtype=kind)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-            self._scores = torch.sparse_csr_tensor(
-                self._starts,
-                self._columns,
-                torch.zeros(entries, dtype=dtype),
-                size=(rows * num_heads, pool_rows),
-                check_invariants=False,  # blocks come in any order, so columns are not sorted
-            )
+        _hear_the_warning()
+        self._scores = torch.sparse_csr_tensor(
+            self._starts,
+            self._columns,
+            torch.zeros(entries, dtype=dtype),
+            size=(rows * num_heads, pool_rows),
+            check_invariants=False,  # blocks come in any order, so columns are not sorted
+        )
         self._shape = (rows, num_heads, length)
         self._bias = hidden_bias(visible, dtype)
 
@@ -85,6 +85,15 @@ class SparseDecode:
             include_last_offset=True,
         )
         return out.view(query.shape)
+
+
+@cache
+def _hear_the_warning() -> None:
+    """torch says once a process that CSR tensors are in beta; this is where nobody has to read it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        index = torch.tensor([0, 1])
+        torch.sparse_csr_tensor(index, index[:1], torch.zeros(1), size=(1, 1), check_invariants=False)
 
 
 class GatheredDecode:
