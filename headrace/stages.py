@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.observe.times import StageTime
+
 if TYPE_CHECKING:
     from headrace.algorithms.kl_controller import KLController
     from headrace.config import Config
@@ -54,16 +56,6 @@ class DataRanks:
 
 
 ALONE = DataRanks()
-
-
-@dataclass(frozen=True)
-class StageTime:
-    """When a stage was carried out, in seconds since 1970, and by which group of devices."""
-
-    stage: str
-    group: str
-    began: float
-    ended: float
 
 
 @dataclass

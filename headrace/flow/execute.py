@@ -13,7 +13,8 @@ from headrace.flow.graph import Stage
 from headrace.flow.interrupt import InterruptGuard
 from headrace.flow.runtime import Rows, Runtime, Started
 from headrace.observe.progress import Progress
-from headrace.stages import StageContext, StageTime
+from headrace.observe.times import StageTime
+from headrace.stages import StageContext
 
 
 def execute(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import RunError
 from headrace.observe.metrics import check_names
 from headrace.observe.run_dir import RunDirectory
-from headrace.stages import StageTime
+from headrace.observe.times import StageTime
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
