@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from headrace.errors import ConfigError
 from headrace.models.causal_lm import Backbone
 from headrace.models.mesh import ALL_AXES, Parallelism
 from headrace.reshard.layout import Described, Layout, Mesh, Placement
-from headrace.reshard.live import wire_device
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,3 @@ class ModelOutline:
     def from_plain(cls, plain: Mapping[str, Any]) -> ModelOutline:
         kinds = {n: (tuple(s), getattr(torch, d)) for n, (s, d) in plain["parameters"].items()}
         return cls(kinds, plain["dims"])
-
-
-def broadcast_plain(value: Any, sender: int, group: dist.ProcessGroup | None) -> Any:
-    """The plain value of global rank `sender`, on all ranks of `group`. Sent as JSON, which cannot run code when read."""
-    if not dist.is_initialized():
-        return value
-    device = wire_device(group)
-    sends = dist.get_rank() == sender
-    text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = torch.tensor([len(text) if sends else 0], device=device)
-    dist.broadcast(size, sender, group)
-    data = text.to(device) if sends else torch.empty(int(size), dtype=torch.uint8, device=device)
-    dist.broadcast(data, sender, group)
-    return json.loads(data.cpu().numpy().tobytes())

@@ -1,26 +1,25 @@
 """The weights of a model that trains, brought into a model of another layout that generates.
 
-After HybridFlow (https://arxiv.org/abs/2409.19256), section 5: the two may lie on the same ranks, on other ones, or on some
-of each. Only what a rank lacks moves; what it holds in one piece is used where it lies.
+After HybridFlow (https://arxiv.org/abs/2409.19256), section 5: the two may lie on the same ranks, on other ones, or on
+some of each. Only what a rank lacks moves; what it holds in one piece is used where it lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError
 from headrace.models.causal_lm import Backbone
 from headrace.models.sharding import settle
 from headrace.models.shards import local
+from headrace.reshard.among import Among
 from headrace.reshard.layout import Layout
-from headrace.reshard.live import wire_device
-from headrace.reshard.model_layout import ModelOutline, ModelRanks, broadcast_plain
+from headrace.reshard.model_layout import ModelOutline, ModelRanks
 from headrace.reshard.plan import Entry, Plan, plan
 from headrace.reshard.transfer import DEFAULT_BUCKET_BYTES, Report, run
 
@@ -41,12 +40,11 @@ class WeightSync:
         source_model: Backbone | None,
         target_model: Backbone | None,
         *,
-        group: dist.ProcessGroup | None = None,
         hosts: Sequence[int | str] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        timeout_s: float = 1800.0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`group`: a process group of exactly these ranks, where there is one already; else one is made, with `timeout_s`.
+        """`group`: a process group with these ranks and maybe others (default: all); see Among for NCCL.
 
         hosts: [W] a name or number of each global rank's host; parts come from the same host where they can.
         bucket_bytes: staging memory on a rank, for both directions together. Raises ConfigError on all ranks when one of
@@ -55,16 +53,10 @@ class WeightSync:
         self.source, self.target = source, target
         self.source_model, self.target_model = source_model, target_model
         self.bucket_bytes = bucket_bytes
-        started = dist.is_initialized()
-        self.rank, world = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-        everyone = sorted({*source.ranks, *target.ranks})
-        if self.rank not in everyone or everyone[-1] >= world:
-            raise ConfigError(f"weight sync of ranks {everyone}: called by rank {self.rank} of {world}")
-        if group is None and len(everyone) < world:
-            group = dist.new_group(
-                everyone, timeout=timedelta(seconds=timeout_s), use_local_synchronization=True
-            )
         self.group = group
+        self.among = Among([*source.ranks, *target.ranks], group)
+        self.rank = self.among.rank
+        world = dist.get_world_size() if dist.is_initialized() else 1
         self._together(self._missing_models())
         of_source, of_target = self._outline(source, source_model), self._outline(target, target_model)
         self._together(_differences(of_source, of_target))
@@ -98,7 +90,7 @@ class WeightSync:
                 parameter.data = local(own)[needed.within(has)]
             elif tuple(parameter.shape) != needed.shape:
                 parameter.data = parameter.data.new_empty(needed.shape)
-        return run(self.plan, self.rank, held, filled, self.bucket_bytes, self.group)
+        return run(self.plan, self.rank, held, filled, self.bucket_bytes, self.group, self.among.ranks)
 
     def free(self) -> None:
         """Gives up the target's own memory until the next `run`; views of the source stay. Needs no other rank."""
@@ -130,7 +122,7 @@ class WeightSync:
         """Of a model that other ranks may have, from the first that does."""
         first = where.ranks[0]
         own = ModelOutline.of(model).plain() if model is not None and self.rank == first else None
-        return ModelOutline.from_plain(broadcast_plain(own, first, self.group))
+        return ModelOutline.from_plain(self.among.tell(own, first))
 
     def _misplaced(self, side: str, layout: Layout, model: Backbone | None) -> list[str]:
         """Where the layout and the model do not say the same about this rank."""
@@ -141,7 +133,7 @@ class WeightSync:
             box = parameter.pieces.box(self.rank)
             given = [] if box is None else [range(a, b) for a, b in zip(box.start, box.stop, strict=True)]
             own = model.shards.ranges(name, torch.Size(parameter.shape)) if name in here else []
-            if own != given and (prod(map(len, own)) or prod(map(len, given))):
+            if own != given and any(prod(len(r) for r in part) for part in (own, given)):
                 return [
                     f"weight sync: rank {self.rank} has {own} of {side} parameter {name}, and by the given ranks and"
                     f" parallelism it would have {given}"
@@ -150,16 +142,10 @@ class WeightSync:
 
     def _together(self, problems: list[str]) -> None:
         """Raises ConfigError on all ranks when one has problems."""
-        worst = torch.tensor([len(problems)])
-        if dist.is_initialized():
-            worst = worst.to(wire_device(self.group))
-            try:
-                dist.all_reduce(worst, dist.ReduceOp.MAX, self.group)
-            except RuntimeError as error:
-                raise RunError(f"weight sync: not all ranks came: {str(error).splitlines()[0]}") from error
+        (worst,) = self.among.largest([len(problems)])
         if problems:
             raise ConfigError(problems)
-        if int(worst):
+        if worst:
             raise ConfigError("weight sync: another rank's model does not fit; its message says how")
 
 

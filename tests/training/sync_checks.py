@@ -43,12 +43,14 @@ def model_of(kind: str) -> CausalLM:
     return mesh_run.build(name, tied == "tied", int(heads))
 
 
-def everything(pairs: list[Pair], kinds: dict[str, str]) -> dict[str, Any]:
-    """Each pair of layouts with each kind of model; `kinds` names the folders of their configurations."""
+def everything(cases: list[tuple[Pair, str]], folders: dict[str, str], others: bool) -> dict[str, Any]:
+    """Each pair of layouts with its kind of model (`folders`: their configurations), and `others`: the other checks."""
     meshes = Meshes()
-    out = {f"{label(pair)}, {kind}": two_syncs(pair, kind, kinds[kind], meshes) for pair in pairs for kind in kinds}
-    if len(pairs) > 1:
-        kind, folder = next(iter(kinds.items()))
+    gc.collect()
+    gc.freeze()  # what libraries made need not be looked through each time
+    out = {f"{label(pair)}, {kind}": two_syncs(pair, kind, folders[kind], meshes) for pair, kind in cases}
+    if others:
+        kind, folder = next(iter(folders.items()))
         out["bfloat16"] = in_bfloat16(kind, folder, meshes)
         out["refusals"] = refusals(kind, folder, meshes)
     return out
@@ -80,35 +82,37 @@ def engine_on(mesh: Mesh, kind: str, dtype: torch.dtype = torch.float32) -> Torc
 
 
 def two_syncs(pair: Pair, kind: str, folder: str, meshes: Meshes) -> dict[str, Any]:
-    """Two updates and a sync, twice, the rollout model's memory given up between; what it has and says at the end."""
+    """An update and a sync, twice, the rollout model's memory given up between; what it has and says at the end."""
     train, a, rollout, b = pair
+    if dist.get_rank() not in {*a, *b}:
+        return {}
     source_mesh, target_mesh = meshes.of(train, a), meshes.of(rollout, b)
     engine = None if source_mesh is None else engine_on(source_mesh, kind)
-    target = None if target_mesh is None else empty_on_mesh(folder, target_mesh, tokenizer=mesh_run.NO_TOKENIZER)
-    empty = memory(target, None)
-    sync = WeightSync(
-        *pair_of(pair), engine.model if engine else None, target, bucket_bytes=BUCKET, timeout_s=60
+    target = (
+        None if target_mesh is None else empty_on_mesh(folder, target_mesh, tokenizer=mesh_run.NO_TOKENIZER)
     )
+    empty = memory(target, None)
+    sync = WeightSync(*pair_of(pair), engine.model if engine else None, target, bucket_bytes=BUCKET)
     out: dict[str, Any] = {"reports": [], "bytes": [empty], "live": []}
     for number in range(2):
         if engine is not None and source_mesh is not None:
-            for update in range(2 * number, 2 * number + 2):
-                step(engine, update, source_mesh)
+            step(engine, number, source_mesh)
         if number:
             sync.free()
             out["bytes"].append(memory(target, engine))
         report = sync.run()
         out["reports"].append({k: v for k, v in vars(report).items() if k != "ms"})
         out["bytes"].append(memory(target, engine))
-    for _ in range(3):
-        out["live"].append(live_bytes())
-        sync.run()
+    out["live"].append(live_bytes())
+    sync.run()
     sync.free()
     sync.run()
     out["live"].append(live_bytes())
     if engine is not None:
         out["whole"] = {
-            k.removeprefix("weight/"): v.clone() for k, v in engine.state_dict().tensors.items() if "weight/" in k
+            k.removeprefix("weight/"): v.clone()
+            for k, v in engine.state_dict().tensors.items()
+            if "weight/" in k
         }
     if target is not None:
         shards = target.shards
@@ -211,5 +215,3 @@ def refusals(kind: str, folder: str, meshes: Meshes) -> dict[str, str]:
     assert not same_layout(rollout, tp)
     assert math.isfinite(float(local(norm).sum()))
     return said
-
-

@@ -18,51 +18,58 @@ from headrace.training.weight_sync import WeightSync
 
 DP2, TP2, ZERO2, ONE = {"dp_replicate": 2}, {"tp": 2}, {"zero3": 2}, {}  # type: ignore[var-annotated]
 HERE = [0, 1]
-TWO: list[Pair] = [
-    (ZERO2, HERE, DP2, HERE),
-    (ZERO2, HERE, TP2, HERE),
-    (TP2, HERE, DP2, HERE),
-    (DP2, HERE, TP2, HERE),
-    (DP2, HERE, DP2, HERE),
-    (ONE, [0], ONE, [1]),
-]
 ALL = [0, 1, 2, 3]
-FOUR: list[Pair] = [
+Case = tuple[Pair, str]
+TIED, UNTIED, GEMMA = "qwen3 tied 2", "llama untied 2", "gemma3 tied 2"
+TWO: list[Case] = [
+    ((ZERO2, HERE, DP2, HERE), TIED),
+    ((ZERO2, HERE, DP2, HERE), GEMMA),
+    ((ZERO2, HERE, TP2, HERE), TIED),
+    ((ZERO2, HERE, TP2, HERE), UNTIED),
+    ((TP2, HERE, DP2, HERE), TIED),
+    ((TP2, HERE, DP2, HERE), UNTIED),
+    ((DP2, HERE, TP2, HERE), GEMMA),
+    ((ONE, [0], ONE, [1]), UNTIED),
+]
+FOUR_PAIRS: list[Pair] = [
     ({"zero3": 2, "tp": 2}, ALL, {"dp_replicate": 4}, ALL),
     ({"zero3": 2, "tp": 2}, ALL, {"tp": 4}, ALL),
     (DP2, [0, 1], TP2, [2, 3]),
     (ZERO2, [0, 1], TP2, [2, 3]),
-    (ZERO2, [0, 1], DP2, [1, 2]),
-    (ZERO2, [1, 3], ONE, [0]),
+    (ZERO2, [0, 1], ONE, [1]),
+    (ZERO2, [2, 3], ONE, [0]),
 ]
-KINDS = ["qwen3 tied 2", "llama untied 2", "gemma3 tied 2"]
-FOUR_KINDS = ["qwen3 tied 4", "llama untied 4"]
+FOUR: list[Case] = [(pair, kind) for pair in FOUR_PAIRS for kind in ("qwen3 tied 4", "llama untied 4")]
 # float32 sums in another order under tp
 TOLERANCE = 2e-5
 
 
-def spawned(world: int, pairs: list[Pair], kinds: list[str], folder: Any) -> list[dict[str, Any]]:
+def case_name(case: Case) -> str:
+    return f"{label(case[0])}, {case[1]}"
+
+
+def spawned(world: int, cases: list[Case], folder: Any) -> list[dict[str, Any]]:
     """The folders have no weights: what a rollout model knows, the trained one must have told it."""
     folders = {}
-    for kind in kinds:
+    for _, kind in cases:
         folders[kind] = str(folder / kind.replace(" ", "-"))
         sync_checks.model_of(kind).hf.config.save_pretrained(folders[kind])
-    return mesh_run.spawn(sync_checks.everything, world, folder, pairs, folders)
+    return mesh_run.spawn(sync_checks.everything, world, folder, cases, folders, world == 2)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return spawned(2, TWO, KINDS, tmp_path_factory.mktemp("two"))
+    return spawned(2, TWO, tmp_path_factory.mktemp("two"))
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return spawned(4, FOUR, FOUR_KINDS, tmp_path_factory.mktemp("four"))
+    return spawned(4, FOUR, tmp_path_factory.mktemp("four"))
 
 
 def check(ranks: list[dict[str, Any]], pair: Pair, kind: str) -> None:
     got = [rank[f"{label(pair)}, {kind}"] for rank in ranks]
-    train, a, rollout, b = pair
+    _, a, rollout, b = pair
     whole = got[a[0]]["whole"]
     expected = alone(kind, got[a[0]])
     start = dict(sync_checks.model_of(kind).hf.named_parameters())
@@ -75,13 +82,14 @@ def check(ranks: list[dict[str, Any]], pair: Pair, kind: str) -> None:
         assert got[rank]["ids"] == expected["ids"]
         exact = 0.0 if "tp" not in rollout else TOLERANCE
         torch.testing.assert_close(got[rank]["logprobs"], expected["logprobs"], atol=exact, rtol=exact)
+    lacking, new = float32_bytes(pair, whole)
     for rank in {*a, *b}:
         for report in got[rank]["reports"]:
-            assert report["bytes_moved"] == report["bytes_minimum"] == moved(pair, whole)
+            assert report["bytes_moved"] == report["bytes_minimum"] == lacking
             assert report["staging_bytes"] <= BUCKET
         empty, first, freed, second = got[rank]["bytes"]
         assert empty == freed == 0
-        assert first == second == report["new_bytes"] == new_bytes(pair, whole, got[rank].get("held", {}))
+        assert first == second == report["new_bytes"] == new[rank]
         assert len(set(got[rank]["live"])) == 1  # syncs leave nothing behind
     sent = sum(got[rank]["reports"][0]["sent_bytes"] for rank in {*a, *b})
     received = sum(got[rank]["reports"][0]["received_bytes"] for rank in {*a, *b})
@@ -102,89 +110,39 @@ def alone(kind: str, source: dict[str, Any]) -> dict[str, Any]:
     return sync_checks.outputs(model)
 
 
-def cut_dim(name: str, shape: torch.Size) -> int | None:
-    """The dimension that tp cuts, by Megatron's rules."""
-    if any(part in name for part in ("o_proj.weight", "down_proj.weight")):
-        return 1
-    if "o_proj.bias" in name or "down_proj.bias" in name or "norm" in name:
-        return None
-    return 0
+def elements(axes: dict[str, int], index: int, name: str, shape: torch.Size) -> set[int]:
+    """The numbers of a parameter's elements on one rank of a mesh: cut by Megatron's rules, then FSDP's."""
+    part = torch.arange(shape.numel()).view(shape)
+    tp, zero3 = axes.get("tp", 1), axes.get("zero3", 1)
+    if any(row in name for row in ("o_proj.weight", "down_proj.weight")):
+        part = part.chunk(tp, 1)[index % tp]
+    elif not any(whole in name for whole in ("norm", "o_proj.bias", "down_proj.bias")):
+        part = part.chunk(tp)[index % tp]
+    return set(part.chunk(zero3)[index // tp % zero3].flatten().tolist())
 
 
-def moved(pair: Pair, whole: dict[str, torch.Tensor]) -> int:
-    """Bytes between ranks, worked out by hand for each pair."""
+def float32_bytes(pair: Pair, whole: dict[str, torch.Tensor]) -> tuple[int, dict[int, int]]:
+    """(what all ranks lack, rank → memory of the parameters that it does not hold in one piece)."""
     train, a, rollout, b = pair
-    total = 0
+    lacking, new = 0, dict.fromkeys({*a, *b}, 0)
     for name, value in whole.items():
-        dim = cut_dim(name, value.shape)
-        copies = len(b) if dim is None or "tp" not in rollout else 1
-        if not set(a) & set(b):
-            part = copies  # all of it goes to each copy
-        elif a != b:
-            part = copies - 0.5  # rank 1 has one half of the rows: it lacks the other; 97 rows are 49 and 48
-            if value.shape[0] % 2:
-                total += (value.shape[0] // 2 + 1 + value.shape[0]) * value[0].numel() * 4
-                continue
-        elif train == {"dp_replicate": 2}:
-            part = 0  # every rank has all
-        elif train == {"zero3": 2} and rollout == {"tp": 2}:
-            # cut by rows, the shard is the part; cut by columns, each rank has half of its own
-            part = {0: 0, 1: 0.5, None: 1}[dim]
-        elif train == {"tp": 2}:
-            part = 0 if dim is None else 1  # a rank lacks what the other has
-        elif train == {"zero3": 2}:
-            part = 1
-        elif rollout == {"dp_replicate": 4}:
-            # each of 4 ranks has a quarter of what tp cuts, and half of a norm
-            part = 2 if dim is None else 3
-        else:
-            # tp 4: rank r of (zero3 z, tp t) = (r // 2, r % 2) needs quarter r; by rows it has quarter 2 t + z
-            part = {0: four_rows(value.shape[0]), 1: 0.75, None: 2}[dim]
-        total += int(part * value.numel()) * 4
-    return total
+        has = {rank: elements(train, index, name, value.shape) for index, rank in enumerate(a)}
+        for index, rank in enumerate(b):
+            needed = elements(rollout, index, name, value.shape)
+            lacking += 4 * len(needed - has.get(rank, set()))
+            new[rank] += 4 * len(needed) if needed - has.get(rank, set()) else 0
+    return lacking, new
 
 
-def four_rows(rows: int) -> float:
-    """The share of rows that four ranks lack, element by element: halves over tp, then halves of those over zero3."""
-    half = -(-rows // 2)
-    quarter = -(-rows // 4)
-    lacking = 0
-    for rank in range(4):
-        z, t = divmod(rank, 2)
-        first = range(t * half, min(rows, (t + 1) * half))
-        step = -(-len(first) // 2)
-        has = {*first[z * step : (z + 1) * step]}
-        lacking += len({*range(rank * quarter, min(rows, (rank + 1) * quarter))} - has)
-    return lacking / rows
-
-
-def new_bytes(pair: Pair, whole: dict[str, torch.Tensor], held: dict[str, Any]) -> int:
-    """Of a rank's target: everything but the parameters that lie here in one piece."""
-    train, a, rollout, b = pair
-    total = 0
-    for name, (part, _) in held.items():
-        dim = cut_dim(name, whole[name].shape)
-        if a == b and (
-            train == {"dp_replicate": 2}
-            or (train == {"zero3": 2} and rollout == {"tp": 2} and dim == 0)
-            or (train == {"tp": 2} and dim is None)
-        ):
-            continue
-        total += part.nbytes
-    return total
-
-
-@pytest.mark.parametrize("pair", TWO, ids=label)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_processes(two, pair, kind) -> None:
-    check(two, pair, kind)
+@pytest.mark.parametrize("case", TWO, ids=case_name)
+def test_two_processes(two, case) -> None:
+    check(two, *case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", FOUR, ids=label)
-@pytest.mark.parametrize("kind", FOUR_KINDS)
-def test_four_processes(four, pair, kind) -> None:
-    check(four, pair, kind)
+@pytest.mark.parametrize("case", FOUR, ids=case_name)
+def test_four_processes(four, case) -> None:
+    check(four, *case)
 
 
 def test_float32_shards_are_rounded_before_they_travel(two) -> None:
@@ -209,9 +167,12 @@ def test_every_rank_says_what_is_wrong(two) -> None:
         assert "of source parameter" in said["other parallelism"]
         assert "by the given ranks and parallelism it would have" in said["order"]
         assert "cannot be cut by zero3" in said["cut target"]
-        assert "the two models are not the same: only one has a parameter 'lm_head.weight'" in said["other model"]
+        assert (
+            "the two models are not the same: only one has a parameter 'lm_head.weight'"
+            in said["other model"]
+        )
         assert "is for 2 different ranks; there are [0, 1, 2]" in said["too many"]
-        assert "called by rank" in said["no such rank"]
+        assert "cannot talk: rank" in said["no such rank"]
         assert said["good again"] == "nothing"
     assert "ConfigError: another rank was given tensors that do not fit" in first["changed dtype"]
     assert "target tensor model.norm.weight is torch.float64" in second["changed dtype"]
