@@ -244,18 +244,20 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Read by cluster/layouts.py. A run of this version is on one device, and settings for more are refused."""
+    """Where a run's models are; read by cluster/layouts.py. Without any of it: on one device, in one process."""
 
     layout: str | dict[str, Any] | None = key(
         None,
-        "hosts, groups and which role runs where: a template such as gpu_8, a .yaml file, or a mapping; cpu_1 or gpu_1 in"
-        " this version",
+        "hosts, groups and which role runs where: a template such as gpu_8, a .yaml file, or a mapping",
     )
     parallelism: dict[str, int | bool] = key(
-        {}, "degrees {dp, tp, pp, zero3} of every role that the layout gives none: 1 each in this version"
+        {}, "degrees {dp, tp, pp, zero3} of every role that the layout gives none"
     )
     num_gpus: int | None = key(
-        None, "GPUs of the run: 0 or 1 in this version (default: what run.device finds)", "GPUs", ge=0
+        None,
+        "GPUs of the run, which picks a layout where none is given (default: what run.device finds)",
+        "GPUs",
+        ge=0,
     )
     communication_backend: Literal["auto", "nccl", "gloo"] = key("auto", "no effect on one device")
     hybrid_engine_mode: Literal["optimized"] = key(
@@ -360,18 +362,6 @@ def setting_violations(c: Config) -> list[str]:
     for name in ("alpha", "targets"):
         if not c.lora.rank and getattr(c.lora, name) != getattr(LoraConfig(), name):
             out.append(f"lora.{name}: not used without lora.rank; set lora.rank, such as 16, or drop it")
-    if any(degree > 1 for degree in c.cluster.parallelism.values()):
-        degrees = ", ".join(f"{name} {degree}" for name, degree in c.cluster.parallelism.items())
-        out.append(f"cluster.parallelism: {degrees} needs several devices; this version runs on one (use 1)")
-    if c.cluster.layout not in (None, "cpu_1", "gpu_1"):
-        out.append(
-            "cluster.layout: describes more than one device; this version runs on one (use cpu_1 or gpu_1, or leave it"
-            " out)"
-        )
-    if c.cluster.num_gpus is not None and c.cluster.num_gpus > 1:
-        out.append(
-            f"cluster.num_gpus: {c.cluster.num_gpus} was asked for; this version runs on one device (use 0 or 1)"
-        )
     if c.cluster.num_gpus == 0 and c.run.device.startswith("cuda"):
         out.append("cluster.num_gpus: 0 contradicts run.device 'cuda'; drop one of them")
     return out

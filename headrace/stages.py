@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,8 +20,8 @@ class StageSpec:
 
     `reads` must exist before the stage runs, `optional` are used when they exist, `writes` exist afterwards.
     `sections` are the configuration sections whose keys the stage accepts as keyword arguments of `add_stage`.
-    A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows, or
-    returns the batch with columns added and rows left out.
+    A stage that `makes_rows` returns a new Batch (the rollout); every other stage adds columns to the same rows, and one
+    that `drops_rows` may also return the batch with columns added and rows left out.
     One that `trains` updates the weights of its role; a `supervised` one learns given responses (sft).
     """
 
@@ -32,11 +32,37 @@ class StageSpec:
     makes_rows: bool = False
     trains: bool = False
     supervised: bool = False
+    drops_rows: bool = False
+
+
+class DataRanks:
+    """The processes that each have a part of a step's rows; this one alone, unless told otherwise.
+
+    All of them must ask the same things in the same order.
+    """
+
+    index = 0
+    count = 1
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        """Each value added up over all of them, the same everywhere."""
+        return [float(value) for value in values]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The plain (JSON) value of each, in the order of their indices, the same everywhere."""
+        return [value]
+
+
+ALONE = DataRanks()
 
 
 @dataclass
 class StageContext:
-    """What a stage is told besides its batch."""
+    """What a stage is told besides its batch.
+
+    `metrics` are those of this process's rows; they are pooled over `ranks` by whoever asked. What is true of all rows
+    at once (a learning rate, a deviation over the whole step) is added by the first rank alone: `add_once`.
+    """
 
     config: Config
     step: int
@@ -45,6 +71,12 @@ class StageContext:
     evaluation: bool = False
     on_progress: Callable[[float], None] = field(default=lambda fraction: None)
     kl: KLController | None = None  # the run's; without one the coefficient is the configured one
+    ranks: DataRanks = ALONE
+
+    def add_once(self, name: str, value: float) -> None:
+        """Adds a mean's value that every rank has alike."""
+        if self.ranks.index == 0:
+            self.metrics.add(name, value, 1)
 
     @property
     def kl_coefficient(self) -> float:

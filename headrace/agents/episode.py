@@ -10,6 +10,7 @@ import torch
 
 from headrace.agents.environment import Environment
 from headrace.data.batch import Batch
+from headrace.data.prompts import group_numbers
 from headrace.rollout.engine import Completion
 
 EPISODE_COLUMNS = ("turn_rewards", "environment_reward", "num_turns", "episode")
@@ -102,13 +103,13 @@ def batch_of(episodes: Sequence[Episode], prompts: Batch, truncates: bool) -> Ba
     sampled = [e.sampled_ids for e in episodes]
     rows |= {
         "prompt": [e.prompt for e in episodes],
-        "group_id": torch.tensor(owners),
-        "sample_index": torch.tensor([e.sample_index for e in episodes]),
+        "group_id": group_numbers(prompts)[owners],
+        "sample_index": torch.tensor([e.sample_index for e in episodes], dtype=torch.int64),
         "completion": [e.completion for e in episodes],
         "completion_ids": sampled,
         "finish_reason": [str(e.end) for e in episodes],
-        "num_tokens": torch.tensor([len(ids) for ids in sampled]),
-        "num_turns": torch.tensor([e.turns for e in episodes]),
+        "num_tokens": torch.tensor([len(ids) for ids in sampled], dtype=torch.int64),
+        "num_turns": torch.tensor([e.turns for e in episodes], dtype=torch.int64),
         "greedy_baseline": torch.zeros(len(episodes), dtype=torch.bool),
         "environment_reward": torch.tensor(
             [float("nan") if e.reward is None else e.reward for e in episodes], dtype=torch.float64

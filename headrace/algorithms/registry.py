@@ -16,6 +16,7 @@ from torch import Tensor
 from headrace.algorithms.ragged import row_ids
 from headrace.config import AlgorithmConfig
 from headrace.errors import ConfigError
+from headrace.stages import ALONE, DataRanks
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +40,9 @@ class Scored:
     offsets: Tensor  # [R + 1] int64: row r owns tokens offsets[r]:offsets[r + 1]
     values: Tensor | None = None  # [N] float32: the critic's, where the advantage `needs_critic`
     greedy_rewards: Tensor | None = None  # [R] float64: of the prompt's greedy response, where it needs that
+    ranks: DataRanks = (
+        ALONE  # data-parallel ranks with other rows of the step; a prompt's rows are on one of them
+    )
 
     def row_ids(self) -> Tensor:
         """[N] int64: the row each token belongs to."""

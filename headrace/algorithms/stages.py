@@ -13,6 +13,7 @@ from torch import Tensor
 from headrace.algorithms.advantages.grpo import group_stats
 from headrace.algorithms.find import find_advantage
 from headrace.algorithms.kl import kl
+from headrace.algorithms.moments import moments
 from headrace.algorithms.overlong import overlong_penalty
 from headrace.algorithms.ragged import masked_per_row
 from headrace.algorithms.registry import Advantage, Scored
@@ -56,6 +57,7 @@ class AdvantageStage:
             ),
             writes=("advantages", "loss_mask", *(("returns",) if a.needs_critic else ())),
             sections=("algorithm",),
+            drops_rows=a.needs_greedy_baseline,
         )
 
     def __call__(self, batch: Batch, context: StageContext) -> Batch | dict[str, Any]:
@@ -102,6 +104,7 @@ class AdvantageStage:
             offsets=batch.offsets,
             values=batch["values"] if self.advantage.needs_critic else None,
             greedy_rewards=greedy_rewards,
+            ranks=context.ranks,
         )
 
     def _checked(self, result: Any, scored: Scored) -> tuple[Tensor, Tensor | None]:
@@ -137,8 +140,7 @@ class AdvantageStage:
     ) -> None:
         m = context.metrics
         if self.advantage.grouped:
-            for name, value in group_stats(_rewards(batch), scored.group_ids, scored.valid).items():
-                m.add(name, value, 1)
+            m.merge(group_stats(_rewards(batch), scored.group_ids, scored.valid))
         if self.advantage.needs_greedy_baseline:
             greedy = _rewards(everything)[greedy_rows(everything)]
             greedy = greedy[~torch.isnan(greedy)]
@@ -146,10 +148,10 @@ class AdvantageStage:
         if context.config.algorithm.overlong_fraction > 0:
             penalty = _overlong(batch, context)[scored.valid]
             m.add("reward/overlong_penalty", float(penalty.sum()), len(penalty))
-        kept = advantages[scored.mask].double()
-        if kept.numel():
-            m.add("advantage/mean", float(kept.mean()), 1)
-            m.add("advantage/std", float(kept.std(correction=0)), 1)
+        found = moments(advantages[scored.mask], context.ranks)
+        if found.count:
+            context.add_once("advantage/mean", found.mean)
+            context.add_once("advantage/std", found.std())
 
 
 grpo_advantages = advantage_stage("grpo")

@@ -11,30 +11,41 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from headrace.errors import RunError
 from headrace.models.adapter_folder import WEIGHTS, saved_name
 from headrace.models.causal_lm import Backbone, CausalLM, ScalarModel
 from headrace.models.hf import no_progress_bars
+from headrace.models.shards import local
 
 SHARD_SIZE = "5GB"
 
 
-def save_hf_folder(model: Backbone, path: Path, *, shard_size: str = SHARD_SIZE) -> Path:
+def save_hf_folder(model: Backbone, path: Path, *, shard_size: str = SHARD_SIZE, writes: bool = True) -> Path:
     """Writes weights (safetensors), config, tokenizer and end ids to `path`, whole or not at all.
 
     Of a model with adapters: the adapters, as peft's `PeftModel.from_pretrained(base, path)` reads them, and the
     tokenizer. The folder is written beside its target and renamed; an older folder at `path` is replaced only then.
-    Weights above `shard_size` are cut into several files. Raises RunError when that fails, as on a full disk, and for a
-    model of which this process has parts.
+    Weights above `shard_size` are cut into several files. Every process of the model's mesh has to call, and one of them
+    `writes`: it gets the parts of all, one tensor after the other. Raises RunError when that fails, as on a full disk.
     """
-    if model.shards.is_cut:
-        raise RunError(
-            f"{path}: this process has only parts of the model; write a checkpoint and run headrace export on that"
-        )
+    state = _whole_state(model, writes) if model.shards.is_cut else None
+    if not writes:
+        return path
     if model.adapters is not None:
         return write_whole(path, lambda folder: _write_adapters(model, folder))
-    return write_whole(path, lambda folder: _write_model(model, folder, shard_size))
+    return write_whole(path, lambda folder: _write_model(model, folder, shard_size, state))
+
+
+def _whole_state(model: Backbone, writes: bool) -> dict[str, Tensor]:
+    """Every parameter of a model that is cut, whole and on the CPU, where this process `writes`; else nothing."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.hf.named_parameters():
+        whole = model.shards.join(name, local(parameter))
+        if writes:
+            state[name] = whole.to("cpu", model.dtype)
+    return state
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> Path:
@@ -74,7 +85,7 @@ def _replace(path: Path, temporary: Path) -> None:
     shutil.rmtree(retired)
 
 
-def _write_model(model: Backbone, folder: Path, shard_size: str) -> None:
+def _write_model(model: Backbone, folder: Path, shard_size: str, state: dict[str, Tensor] | None) -> None:
     hf, config = model.hf, model.hf.config
     generation = hf.generation_config if isinstance(model, CausalLM) else None
     hf.config = copy.deepcopy(config)
@@ -85,7 +96,7 @@ def _write_model(model: Backbone, folder: Path, shard_size: str) -> None:
         if generation is not None:
             hf.generation_config = type(generation)()
         with no_progress_bars():
-            hf.save_pretrained(folder, max_shard_size=shard_size)
+            hf.save_pretrained(folder, max_shard_size=shard_size, state_dict=state)
     finally:
         hf.config = config
         if generation is not None:

@@ -49,7 +49,8 @@ def run_fingerprint(config: Config, flow: str, total_steps: int, data: Mapping[s
     """
     sections = config.model_dump()
     settings = {
-        name: _resolved(name, sections[name.partition(".")[0]][name.partition(".")[2]]) for name in all_keys()
+        name: resolved_path(name, sections[name.partition(".")[0]][name.partition(".")[2]])
+        for name in all_keys()
     }
     return {"settings": settings, "flow": flow, "total_steps": total_steps, "data": dict(data)}
 
@@ -118,7 +119,7 @@ def weights_hash(parameters: Iterable[tuple[str, Tensor]]) -> str | None:
     return None if empty else digest.hexdigest()
 
 
-def _resolved(name: str, value: Any) -> Any:
+def resolved_path(name: str, value: Any) -> Any:
     """Paths that exist are made absolute, so that the folder a command is started in makes no difference."""
     if name not in PATH_KEYS or not isinstance(value, str):
         return value

@@ -12,13 +12,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from headrace.checkpoint.files import sync_folder, write_tensors, write_text
+from headrace.checkpoint.files import sync_folder, write_text
 from headrace.errors import RunError
 
 logger = logging.getLogger(__name__)
@@ -75,12 +73,12 @@ class CheckpointStore:
         self,
         step: int,
         state: Mapping[str, Any],
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        writers: Mapping[str, Callable[[Path], None]],
         best: int | None = None,
     ) -> Path:
         """Writes checkpoint `step_<step>`, then `latest` and `best`, then deletes those that are not kept.
 
-        `state` is for JSON; `tensors` maps a role to its tensors; `best` is the step of the best evaluation.
+        `state` is for JSON; `writers` maps a role to what writes its file; `best` is the step of the best evaluation.
         Raises RunError naming path and cause when it cannot be written; earlier checkpoints and `latest` stay.
         """
         target = self.folder / f"step_{step}"
@@ -89,7 +87,7 @@ class CheckpointStore:
             temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=self.folder))
             try:
                 os.chmod(temporary, 0o755)
-                self._fill(temporary, state, tensors)
+                self._fill(temporary, state, writers)
                 self._put(temporary, target)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -108,12 +106,12 @@ class CheckpointStore:
         return target
 
     def _fill(
-        self, folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Tensor]]
+        self, folder: Path, state: Mapping[str, Any], writers: Mapping[str, Callable[[Path], None]]
     ) -> None:
         sizes = {}
-        for role, named in tensors.items():
+        for role, write in writers.items():
             file = folder / f"{role}.safetensors"
-            write_tensors(file, named)
+            write(file)
             sizes[file.name] = file.stat().st_size
         text = json.dumps({"format": FORMAT, **state, "sizes": sizes}, indent=1)
         write_text(folder / STATE, text + "\n")

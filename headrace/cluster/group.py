@@ -37,16 +37,21 @@ class Result:
     moved_bytes: int
     controller_s: float
     controller_bytes: int
+    new_rows: bool
+    """Whether `handle` is of other rows than those given."""
 
 
 class WorkerGroup:
     """The workers of one role. Roles on the same group of devices are objects of the same workers."""
 
-    def __init__(self, executor: Executor, role: str) -> None:
-        """Raises RunError for a role that the executor's placement does not have."""
+    def __init__(self, executor: Executor, role: str, name: str | None = None) -> None:
+        """`name` of the object in the workers, where a role has several (default: that of the role).
+
+        Raises RunError for a role that the executor's placement does not have.
+        """
         if role not in executor.placement.roles:
             raise RunError(f"the cluster has no role '{role}'; it has {', '.join(executor.placement.roles)}")
-        self.executor, self.role = executor, role
+        self.executor, self.role, self.name = executor, role, name or role
         place = executor.placement.roles[role]
         self.group, self.parallelism = place.group, place.parallelism
         self.ranks = executor.placement.ranks(place.group)
@@ -60,14 +65,14 @@ class WorkerGroup:
         """
         p = self.parallelism
         order = {
-            "what": f"{self.role}.create",
-            "object": self.role,
+            "what": f"{self.name}.create",
+            "object": self.name,
             "factory": factory,
             "arguments": arguments,
             "parallelism": {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero3": p.zero3},
         }
-        data = plain_bytes(order, f"{self.role}: arguments of {factory}")
-        self.executor.submit(dict.fromkeys(self.ranks, data), f"{self.role}.create", timeout_s).result()
+        data = plain_bytes(order, f"{self.name}: arguments of {factory}")
+        self.executor.submit(dict.fromkeys(self.ranks, data), f"{self.name}.create", timeout_s).result()
 
     def call(self, method: str, handle: Handle | None = None, **options: Any) -> Result:
         """`start` and `result` in one: calls a method on every worker of the group and waits."""
@@ -95,10 +100,10 @@ class WorkerGroup:
         """
         began = time.perf_counter()
         number = new_number()
-        what = f"{self.role}.{method}"
+        what = f"{self.name}.{method}"
         order: dict[str, Any] = {
             "what": what,
-            "object": self.role,
+            "object": self.name,
             "method": method,
             "arguments": dict(arguments or {}),
             "output": f"{what}/{number}",
@@ -255,6 +260,7 @@ class Call:
             sum(r["moved_bytes"] for r in replies.values()),
             self.controller_s + time.perf_counter() - began,
             self.sent_bytes + received,
+            kinds is not None and bool(own[0]["new_rows"]),
         )
 
     def _moved(self, own: Sequence[Mapping[str, Any]]) -> Handle | None:
@@ -331,3 +337,29 @@ def fetch(executor: Executor, handle: Handle, columns: Iterable[str] | None = No
     if whole is None:
         raise RunError("there are no columns to fetch")
     return whole
+
+
+def fetch_row(executor: Executor, handle: Handle, row: int) -> Batch:
+    """One row, numbered as its workers hold them: those of the first owner, then those of the next.
+
+    Raises RunError where the columns lie in several layouts, which may differ in that.
+    """
+    layouts = {stored.layout.number: stored.layout for stored in handle.stored.values()}
+    if len(layouts) != 1:
+        raise RunError(f"columns {sorted(handle.stored)} are shared out in {len(layouts)} ways")
+    (layout,) = layouts.values()
+    kinds, place, owner = handle.columns, row, 0
+    counts = next(iter(handle.stored.values())).rows
+    while place >= counts[owner]:
+        place, owner = place - counts[owner], owner + 1
+    tokens: dict[str, torch.Tensor] = {}
+    rows: dict[str, Any] = {}
+    lengths = torch.zeros(1, dtype=torch.int64)
+    for stored, names in handle.sets():
+        chosen = np.asarray([place], np.int64).view(np.uint8)
+        message = Message({"key": stored.key, "kinds": {n: kinds[n] for n in names}}, [chosen])
+        (answer,) = executor.ask([(layout.owners[owner], "rows", message)])
+        executor.traffic.data_bytes += answer.nbytes
+        part = read_shard(answer).batch({n: kinds[n] for n in names})
+        tokens, rows, lengths = {**tokens, **part.tokens}, {**rows, **part.rows}, part.lengths
+    return Batch(lengths, tokens, rows)

@@ -64,6 +64,9 @@ class Handle:
         if len({s.row_set for s in self.stored.values()}) > 1:
             raise RunError(f"columns {sorted(self.stored)} are over different rows")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.stored
+
     @property
     def columns(self) -> dict[str, Kind]:
         return {name: s.columns[name] for name, s in self.stored.items()}

@@ -228,6 +228,11 @@ class RayExecutor(Executor):
         except ray.exceptions.RayError as error:
             raise WorkerError(f"a rank failed to {what}: {_short(error)}; logs are in {self.logs}") from error
 
+    def move_logs(self, folder: Path) -> None:
+        """Open files stay open under their new name, so the ranks need not know."""
+        if self.placement.logging.save_dir is None and self.logs != folder.resolve():
+            self.logs = self.logs.rename(folder.resolve())
+
     def log_path(self, rank: int) -> Path:
         seat = self.placement.seats[rank]
         return self.logs / f"{seat.group}-rank-{rank}.log"

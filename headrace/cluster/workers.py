@@ -6,6 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -55,6 +56,9 @@ class Executor(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends every worker and what was started for them. May be called twice."""
+
+    def move_logs(self, folder: Path) -> None:  # noqa: B027  most have no logs of their own
+        """Has the logs of the ranks in `folder` from now on, where they have some and no place of their own."""
 
     def drop(self, group: str, key: str) -> None:
         """Notes that nobody needs these rows any more; the group's workers hear of it with their next order."""

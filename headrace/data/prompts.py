@@ -342,3 +342,10 @@ def _refuse_reserved(rows: Rows, builder: PromptBuilder, column: str | None, key
             f"{key}.path: {rows.name} has the column{'s' if len(clash) > 1 else ''} {', '.join(clash)}, a name that"
             " headrace gives to its own columns; rename it in the data, or read the data through a file.py:function"
         )
+
+
+def group_numbers(prompts: Batch) -> torch.Tensor:
+    """[P] int64: the number of each prompt's group: its place in the step, which whoever shares rows out has noted."""
+    if "group_id" in prompts:
+        return torch.as_tensor(prompts["group_id"])
+    return torch.arange(prompts.num_rows)

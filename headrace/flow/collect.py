@@ -19,6 +19,7 @@ from headrace.data.loader import Loader
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import InterruptGuard
+from headrace.flow.runtime import Rows, Runtime, local_batch
 from headrace.observe.progress import Progress
 from headrace.stages import StageContext
 
@@ -28,8 +29,13 @@ MAX_REFILLS = 10
 
 
 def run_step(
-    flow: CheckedFlow, loader: Loader, context: StageContext, progress: Progress, guard: InterruptGuard
-) -> Batch:
+    runtime: Runtime,
+    flow: CheckedFlow,
+    loader: Loader,
+    context: StageContext,
+    progress: Progress,
+    guard: InterruptGuard,
+) -> Rows:
     """Draws the step's prompts and runs every stage over them; returns the rows with all columns.
 
     With `algorithm.filter_groups` the stages up to the reward run again on more prompts until `prompts_per_step`
@@ -37,9 +43,9 @@ def run_step(
     any such group is skipped: the other stages do not run, and the rows drawn first are returned.
     """
     if not flow.filters_groups:
-        return execute(flow, loader.next(), context, progress, guard)
+        return execute(runtime, flow, runtime.put(loader.next()), context, progress, guard)
     head, rest = flow.cut_after("reward")
-    first, batch = _full_groups(head, loader, context, progress, guard)
+    first, batch = _full_groups(runtime, head, loader, context, progress, guard)
     if batch is None:
         logger.warning(
             "step %d: no prompt has samples with different rewards, so there is nothing to learn from; the step is"
@@ -47,11 +53,16 @@ def run_step(
             context.step,
         )
         return first
-    return execute(rest, batch, context, progress, guard)
+    return execute(runtime, rest, batch, context, progress, guard)
 
 
 def _full_groups(
-    head: CheckedFlow, loader: Loader, context: StageContext, progress: Progress, guard: InterruptGuard
+    runtime: Runtime,
+    head: CheckedFlow,
+    loader: Loader,
+    context: StageContext,
+    progress: Progress,
+    guard: InterruptGuard,
 ) -> tuple[Batch, Batch | None]:
     """(the rows drawn first, the rows of the groups to go on with, or None where there are none)."""
     wanted = context.config.train.prompts_per_step
@@ -69,7 +80,7 @@ def _full_groups(
         seen.update(prompts["prompt_id"].tolist())
         if prompts.num_rows == 0:
             continue
-        batch = execute(head, prompts, context, progress, guard)
+        batch = local_batch(execute(runtime, head, prompts, context, progress, guard))
         first = batch if first is None else first
         part, kept, of = _with_spread(batch, context, wanted - found, found)
         drawn += of

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from headrace.agents.episode import EPISODE_COLUMNS
 from headrace.algorithms.find import algorithm_problems
 from headrace.algorithms.registry import ADVANTAGES
 from headrace.algorithms.stages import AdvantageStage
+from headrace.cluster.layouts import placement_of, resolve
+from headrace.cluster.placement import Placement
 from headrace.config import Config, setting_violations, step_violations
 from headrace.config_load import from_mapping, set_values
 from headrace.errors import ConfigError
@@ -22,6 +27,7 @@ from headrace.roles.role import ReaderRole, Role
 
 DATA_COLUMNS = {"prompt_ids", "prompt_id", "prompt"}
 SUPERVISED_COLUMNS = {"input_ids", "response_mask"}
+ONE_DEVICE = resolve()
 PAIR_COLUMNS = SUPERVISED_COLUMNS | {"pair_id", "is_chosen"}
 
 
@@ -33,6 +39,7 @@ class CheckedFlow:
     config: Config
     stages: tuple[Stage, ...]
     data_columns: tuple[str, ...] = ()
+    placement: Placement = ONE_DEVICE
 
     @property
     def roles(self) -> list[Role]:
@@ -76,7 +83,7 @@ class CheckedFlow:
 
     def cut_after(self, column: str) -> tuple[CheckedFlow, CheckedFlow]:
         """(the stages that write `column` and all they depend on, the other stages), each in order."""
-        above = _ancestors(list(self.stages))
+        above = ancestors(self.stages)
         writers = {s.name for s in self.stages if column in s.spec.writes}
         first = writers.union(*(above[name] for name in writers))
         return (
@@ -102,10 +109,10 @@ class CheckedFlow:
 def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
     """Checks everything that can be known without data or weights. Raises ConfigError with all violations."""
     problems = list(flow.notes)
-    if cluster is not None:
-        problems.append("compile(cluster=...): this version runs in one process; leave the cluster out")
     problems += _name_violations(flow)
     config = _merged_config(flow, problems)
+    if cluster is not None:
+        config = _with_layout(config, cluster, problems)
     ordered = _in_order(flow, problems)
     if ordered:
         problems += _column_violations(ordered, set(flow.data_columns), config)
@@ -116,9 +123,37 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
         problems += step_violations(config, grouped=any(f.advantage.grouped for f in _advantages(flow)))
         problems += _penalty_violations(flow, config)
         problems += _filter_violations(ordered, config)
+    placement = _placement(flow, config, problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
-    return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns)
+    return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns, placement)
+
+
+def _with_layout(config: Config, cluster: Any, problems: list[str]) -> Config:
+    values = set_values(config)
+    values["cluster"] = {**values.get("cluster", {}), "layout": cluster}
+    try:
+        return from_mapping(values)
+    except ConfigError as error:
+        problems += error.violations
+        return config
+
+
+def _placement(flow: Graph, config: Config, problems: list[str]) -> Placement:
+    """Where the roles run. Without anything said about a cluster: this process."""
+    c = config.cluster
+    if c.layout is None and not c.parallelism and (c.num_gpus or 0) <= 1:
+        return ONE_DEVICE
+    roles = {s.role.name for s in flow.stages if s.role is not None}
+    if any(s.spec.makes_rows for s in flow.stages):
+        roles.add("rollout")
+    # a cluster that is joined has its devices elsewhere
+    available = None if os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
+    try:
+        return placement_of(c, sorted(roles), config.run.device, available)
+    except ConfigError as error:
+        problems += error.violations
+        return ONE_DEVICE
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -215,7 +250,7 @@ def _column_violations(ordered: list[Stage], data_columns: set[str], config: Con
     for stage in ordered:
         for column in sorted(_written(stage, config)):
             writers.setdefault(column, []).append(stage.name)
-    above = _ancestors(ordered)
+    above = ancestors(ordered)
     for stage in ordered:
         has = source | {c for c, names in writers.items() if above[stage.name] & set(names)}
         for column in sorted(set(stage.spec.reads) - has):
@@ -246,7 +281,7 @@ def _paired(stages: Iterable[Stage]) -> bool:
     return any("pair_id" in s.spec.reads for s in stages)
 
 
-def _ancestors(ordered: list[Stage]) -> dict[str, set[str]]:
+def ancestors(ordered: Iterable[Stage]) -> dict[str, set[str]]:
     """Every stage that comes before a stage by its edges, directly or through others."""
     above: dict[str, set[str]] = {}
     for stage in ordered:
@@ -298,7 +333,7 @@ def _filter_violations(ordered: list[Stage], config: Config) -> list[str]:
         for column in ("reward", "group_id")
         if column not in written
     ]
-    above = _ancestors(ordered)
+    above = ancestors(ordered)
     before = {name for s in ordered if "reward" in s.spec.writes for name in above[s.name]}
     out += [
         f"algorithm.filter_groups: stage '{s.name}' trains and comes before the reward, so it cannot be repeated;"

@@ -14,6 +14,7 @@ from headrace.data.loader import all_batches
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import InterruptGuard
+from headrace.flow.runtime import Rows, Runtime
 from headrace.flow.source import PreparedData
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress
@@ -22,7 +23,12 @@ from headrace.stages import StageContext
 
 
 def evaluate(
-    flow: CheckedFlow, data: PreparedData, step: int, progress: Progress, guard: InterruptGuard
+    runtime: Runtime,
+    flow: CheckedFlow,
+    data: PreparedData,
+    step: int,
+    progress: Progress,
+    guard: InterruptGuard,
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Runs an evaluation flow over every row of `data` exactly once; returns its metrics and all its samples."""
     sums, samples = MetricSums(), []
@@ -30,10 +36,13 @@ def evaluate(
     batches = list(all_batches(data.dataset, evaluation_rows(flow.config)))
     for number, prompts in enumerate(batches):
         context = StageContext(flow.config, step, step, MetricSums(), evaluation=True)
-        batch = execute(flow, prompts, context, progress, guard, label="eval", share=(number, len(batches)))
+        share = (number, len(batches))
+        rows = execute(
+            runtime, flow, runtime.put(prompts), context, progress, guard, label="eval", share=share
+        )
         sums.merge(context.metrics)
         if flow.generates:
-            samples += sample_records(batch)
+            samples += records_of(runtime.fetch(rows, sample_columns(rows)))
     if flow.generates:
         _accuracy_metrics(sums, samples, flow.config.eval.samples_per_prompt)
     sums.add("time/eval_s", time.perf_counter() - started)
@@ -86,7 +95,30 @@ def evaluation_rows(config: Config) -> int:
     return max(1, 4 * config.rollout.max_concurrent_sequences // config.eval.samples_per_prompt)
 
 
-def sample_records(batch: Batch) -> list[dict[str, Any]]:
+SAMPLE_COLUMNS = (
+    "prompt_id", "sample_index", "prompt", "completion", "reward", "finish_reason", "num_tokens", "episode",
+)  # fmt: skip
+
+
+def sample_columns(rows: Rows) -> list[str]:
+    """The columns that samples are made of, of those there are."""
+    return [name for name in SAMPLE_COLUMNS if name in rows]
+
+
+class StepSamples(Sequence[dict[str, Any]]):
+    """What samples.jsonl keeps of each row of a step, fetched when it is asked for."""
+
+    def __init__(self, runtime: Runtime, rows: Rows) -> None:
+        self._runtime, self._rows = runtime, rows
+
+    def __len__(self) -> int:
+        return self._rows.num_rows
+
+    def __getitem__(self, row: Any) -> Any:
+        return records_of(self._runtime.fetch(self._rows, sample_columns(self._rows), row))[0]
+
+
+def records_of(batch: Batch) -> list[dict[str, Any]]:
     """What samples.jsonl keeps of each row."""
     rewards = batch["reward"].tolist() if "reward" in batch else [None] * batch.num_rows
     return [

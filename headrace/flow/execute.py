@@ -1,40 +1,45 @@
-"""Executing a checked flow in this process: one stage after the other, in an order its edges allow."""
+"""Executing a checked flow: stages in an order its edges allow, those without a path between them at the same time
+where the runtime can."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from torch import Tensor
-
-from headrace.data.batch import Batch
 from headrace.errors import RunError
-from headrace.flow.compile import CheckedFlow
+from headrace.flow.compile import CheckedFlow, ancestors
+from headrace.flow.graph import Stage
 from headrace.flow.interrupt import InterruptGuard
+from headrace.flow.runtime import Rows, Runtime, Started
 from headrace.observe.progress import Progress
 from headrace.stages import StageContext
 
 
 def execute(
+    runtime: Runtime,
     flow: CheckedFlow,
-    batch: Batch,
+    rows: Rows,
     context: StageContext,
     progress: Progress,
     guard: InterruptGuard,
     label: str | None = None,
     share: tuple[int, int] = (0, 1),
-) -> Batch:
-    """Runs every stage once over `batch` and returns it with all columns the stages wrote.
+) -> Rows:
+    """Runs every stage once over `rows` and returns them with all columns the stages wrote.
 
-    `label` replaces the stages' names on the display, and `share` (i, n) says that this is part i of n. A request to
-    stop is heeded until the first stage that trains: from there on the step is finished, so that actor and critic
-    have always seen the same steps.
+    A stage begins when those it depends on are over. `label` replaces the stages' names on the display, and `share`
+    (i, n) says that this is part i of n. A request to stop is heeded until the first stage that trains: from there on
+    the step is finished, so that actor and critic have always seen the same steps.
     Raises RunError naming the stage when it does not write what it declared. What a stage raises itself passes
     through, with a note that names stage and step.
     """
     training = False
+    above = ancestors(flow.stages)
+    running: dict[str, _Running] = {}
     for stage in flow.stages:
+        for name in [n for n in running if n in above[stage.name]]:
+            rows = running.pop(name).finish(rows)
         if not training:
             guard.check()
         training = training or stage.spec.trains
@@ -50,36 +55,47 @@ def execute(
         context.on_progress = report
         if label is None:
             progress.stage(shown, None)
-        started = time.perf_counter()
-        try:
-            result = stage.function(batch, context)
-        except Exception as error:
-            error.add_note(f"in stage '{stage.name}' of flow '{flow.name}', step {context.step}")
-            raise
-        batch = _with_result(batch, result, stage.name)
-        missing = sorted(set(stage.spec.writes) - batch.columns)
+        now = _Running(flow, stage, context, timed=label is None)
+        now.begin(runtime, rows)
+        if runtime.in_turn:
+            rows = now.finish(rows)
+        else:
+            running[stage.name] = now
+    for now in running.values():
+        rows = now.finish(rows)
+    return rows
+
+
+class _Running:
+    """One stage of one step, from its start to its columns."""
+
+    def __init__(self, flow: CheckedFlow, stage: Stage, context: StageContext, timed: bool) -> None:
+        self.flow, self.stage, self.context, self.timed = flow, stage, context, timed
+        self.began = time.perf_counter()
+        self.started: Started | None = None
+
+    def begin(self, runtime: Runtime, rows: Rows) -> None:
+        with self._named():
+            self.started = runtime.start(self.flow, self.stage, rows, self.context)
+
+    def finish(self, rows: Rows) -> Rows:
+        if self.started is None:
+            raise RuntimeError(f"stage '{self.stage.name}' was not begun")
+        with self._named():
+            rows = self.started.finish(rows)
+        missing = [column for column in sorted(self.stage.spec.writes) if column not in rows]
         if missing:
-            raise RunError(f"stage '{stage.name}' declared column {missing[0]!r} but did not write it")
-        if label is None:
-            context.metrics.add_total(f"time/{stage.name}_s", time.perf_counter() - started)
-    return batch
+            raise RunError(f"stage '{self.stage.name}' declared column {missing[0]!r} but did not write it")
+        if self.timed:
+            self.context.metrics.add_total(f"time/{self.stage.name}_s", time.perf_counter() - self.began)
+        return rows
 
-
-def _with_result(batch: Batch, result: Any, name: str) -> Batch:
-    if isinstance(result, Batch):
-        return result
-    if result is None:
-        return batch
-    if not isinstance(result, Mapping):
-        raise RunError(
-            f"stage '{name}' returned a {type(result).__name__}; expected a Batch, a dict of columns or None"
-        )
-    for column, values in result.items():
-        if not isinstance(values, Sequence | Tensor):
-            raise RunError(
-                f"stage '{name}': column '{column}' has type {type(values).__name__}; expected a list or a tensor"
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            error.add_note(
+                f"in stage '{self.stage.name}' of flow '{self.flow.name}', step {self.context.step}"
             )
-    try:
-        return batch.with_columns(result)
-    except ValueError as error:
-        raise RunError(f"stage '{name}': {error}") from error
+            raise

@@ -37,7 +37,9 @@ class Flow(Graph):
     def compile(self, cluster: Any = None) -> CompiledFlow:
         """Checks the whole flow and returns what can be run. Raises ConfigError with all violations at once.
 
-        `cluster` must be None: this version runs in the calling process, on one device.
+        `cluster` is a layout in any form of `cluster.layout` and replaces that setting; None leaves it as it is.
         """
         checked = compile_graph(self, cluster)
-        return CompiledFlow(checked.name, checked.config, checked.stages, checked.data_columns)
+        return CompiledFlow(
+            checked.name, checked.config, checked.stages, checked.data_columns, checked.placement
+        )

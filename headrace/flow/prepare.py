@@ -13,6 +13,7 @@ from headrace.flow.source import PreparedData, prepare_data
 from headrace.models.adapter_folder import weights_source
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
+from headrace.roles.role import Role
 
 if TYPE_CHECKING:
     from headrace.flow.run import Evaluation
@@ -75,13 +76,19 @@ def check_roles(flows: Sequence[CheckedFlow]) -> None:
 def prepare_roles(flow: CheckedFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
     """Loads every role of the flow; the one that generates comes first, since others may copy it."""
     passed = list(skip)
-    critics = any(isinstance(role, Critic) for role in flow.roles)
     for role in sorted(flow.roles, key=lambda r: not isinstance(r, Actor)):
         if role not in passed:
-            # while the critic warms up the actor rests, which must not shift its schedule
-            resting = flow.config.critic.warmup_steps if critics and isinstance(role, Actor) else 0
-            steps = max(1, total_steps - resting)
-            updates = steps * (flow.config.updates_per_step if flow.generates else 1)
             role.prepare(
-                flow.config, total_updates=updates, trains=flow.trains(role), supervised=flow.supervised
+                flow.config,
+                total_updates=updates_of(flow, role, total_steps),
+                trains=flow.trains(role),
+                supervised=flow.supervised,
             )
+
+
+def updates_of(flow: CheckedFlow, role: Role, total_steps: int) -> int:
+    """The optimizer updates of a role in a run of `total_steps`."""
+    critics = any(isinstance(other, Critic) for other in flow.roles)
+    # while the critic warms up the actor rests, which must not shift its schedule
+    resting = flow.config.critic.warmup_steps if critics and isinstance(role, Actor) else 0
+    return max(1, total_steps - resting) * (flow.config.updates_per_step if flow.generates else 1)

@@ -14,20 +14,22 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.kl_controller import KLController
+from headrace.algorithms.kl_controller import KLController, adapt_kl
 from headrace.checkpoint.resume import Checkpoint
 from headrace.checkpoint.rng import seed_all
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.flow.cluster import check_placement, open_runtime
 from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
-from headrace.flow.evaluate import evaluate, sample_records
+from headrace.flow.evaluate import StepSamples, evaluate
 from headrace.flow.interrupt import Interrupted, InterruptGuard
 from headrace.flow.keep import Keeper, earlier_run
 from headrace.flow.memory import refuse_what_cannot_fit
-from headrace.flow.prepare import check_roles, prepare_both, prepare_roles, refuse_own_inputs
+from headrace.flow.prepare import check_roles, prepare_both, refuse_own_inputs
+from headrace.flow.runtime import Runtime
 from headrace.flow.source import PreparedData, prepare_data
 from headrace.flow.state import RunState
 from headrace.observe.log import RunLogger
@@ -82,8 +84,11 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
             key=data.rows_key,
         )
         total = steps or config.train.steps or steps_of(config.train.epochs, loader.steps_per_epoch)
-        check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
-        state = RunState(flow, loader, total)
+        flows = [flow] + ([evaluation.flow] if evaluation is not None else [])
+        check_roles(flows)
+        check_placement(flow)
+        runtime = open_runtime(flow.placement, config, directory if r.resume else None, held)
+        state = RunState(flow, loader, total, runtime)
         if checkpoint is not None:
             state.check(checkpoint)
         else:
@@ -91,9 +96,9 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
             refuse_own_inputs(config)
         refuse_what_cannot_fit(flow, data, held_out)
         seed_all(r.seed)
-        prepare_roles(flow, total)
+        runtime.prepare(flow, total)
         if evaluation is not None:
-            prepare_roles(evaluation.flow, total, skip=flow.roles)
+            runtime.prepare(evaluation.flow, total, skip=flow.roles)
         # only after the weights as the run starts are where they belong, such as in the reference
         state.roles_loaded()
         if checkpoint is not None:
@@ -102,9 +107,12 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
             # only now: a configuration that turns out wrong while models load leaves no directory behind
             directory = RunDirectory.create(r.dir, r.name, overwrite=r.overwrite, prefix=flow.name)
             held.enter_context(directory.locked())
+            runtime.keep_logs(directory.logs)
         directory.write_config(config_to_yaml(config))
         try:
-            return _Run(flow, loader, data, total, directory, evaluation, held_out, state, checkpoint).go()
+            return _Run(
+                runtime, flow, loader, data, total, directory, evaluation, held_out, state, checkpoint
+            ).go()
         finally:
             write_run_report(directory.path)
 
@@ -119,6 +127,7 @@ class _Run:
 
     def __init__(
         self,
+        runtime: Runtime,
         flow: CheckedFlow,
         loader: Loader,
         data: PreparedData,
@@ -129,6 +138,7 @@ class _Run:
         state: RunState,
         checkpoint: Checkpoint | None,
     ) -> None:
+        self.runtime = runtime
         self.flow, self.loader, self.data = flow, loader, data
         self.total_steps, self.directory = total_steps, directory
         self.evaluation, self.held_out = evaluation, held_out
@@ -186,7 +196,8 @@ class _Run:
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started = time.perf_counter()
         context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
-        batch = run_step(self.flow, self.loader, context, progress, guard)
+        rows = run_step(self.runtime, self.flow, self.loader, context, progress, guard)
+        adapt_kl(context)
         position = self.loader.state_dict()
         epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
         m = context.metrics
@@ -202,7 +213,7 @@ class _Run:
             self.keeper.written_s = None
         _memory_metrics(m)
         if self.flow.generates:
-            log.log_samples(step, sample_records(batch))
+            log.log_samples(step, StepSamples(self.runtime, rows))
         self._conclude(step, m.means(), log, progress, guard)
         self._watch_gap(step, self.result.metrics)
 
@@ -251,7 +262,7 @@ class _Run:
     ) -> dict[str, float]:
         if self.evaluation is None or self.held_out is None:
             return {}
-        metrics, samples = evaluate(self.evaluation.flow, self.held_out, step, progress, guard)
+        metrics, samples = evaluate(self.runtime, self.evaluation.flow, self.held_out, step, progress, guard)
         log.log_evaluation_samples(step, samples)
         self.result.evaluations[step] = metrics
         return metrics
@@ -286,7 +297,7 @@ class _Run:
         for role in self.flow.roles:
             if isinstance(role, Actor | RewardModel) and self.flow.trains(role):
                 progress.stage("save", None)
-                self.result.model = role.save(self.directory.model)
+                self.result.model = self.runtime.save_model(role, self.directory.model)
 
 
 def run_evaluation(
@@ -301,19 +312,23 @@ def run_evaluation(
     data = prepare_data(flow, dataset, key=key)
     logger.info("scoring %d rows of %s", len(data.dataset), data.dataset.name)
     check_roles([flow])
-    prepare_roles(flow, 1)
-    directory = RunDirectory.create(r.dir, None, prefix=f"{r.name}-eval" if r.name else "eval")
-    directory.write_config(config_to_yaml(config))
-    progress = make_progress(r.progress, 1, f"eval: {directory.path}")
-    log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=r.seed)
-    with InterruptGuard() as guard, log, progress:
-        try:
-            metrics, samples = evaluate(flow, data, 0, progress, guard)
-        except Interrupted:
-            raise KeyboardInterrupt from None
-        progress.update(1, metrics)
-        log.log(0, metrics)
-        log.log_samples(0, samples)
+    check_placement(flow)
+    with contextlib.ExitStack() as held:
+        runtime = open_runtime(flow.placement, config, None, held)
+        runtime.prepare(flow, 1)
+        directory = RunDirectory.create(r.dir, None, prefix=f"{r.name}-eval" if r.name else "eval")
+        runtime.keep_logs(directory.logs)
+        directory.write_config(config_to_yaml(config))
+        progress = make_progress(r.progress, 1, f"eval: {directory.path}")
+        log = RunLogger(directory, tensorboard=False, samples_per_step=sys.maxsize, seed=r.seed)
+        with InterruptGuard() as guard, log, progress:
+            try:
+                metrics, samples = evaluate(runtime, flow, data, 0, progress, guard)
+            except Interrupted:
+                raise KeyboardInterrupt from None
+            progress.update(1, metrics)
+            log.log(0, metrics)
+            log.log_samples(0, samples)
     write_run_report(directory.path)
     return directory, metrics
 

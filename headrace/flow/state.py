@@ -9,14 +9,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from headrace.checkpoint.fingerprint import change, refused_changes, run_fingerprint, weights_hash
+from headrace.checkpoint.fingerprint import change, refused_changes, run_fingerprint
 from headrace.checkpoint.resume import Checkpoint, require_members
 from headrace.checkpoint.rng import load_rng_state, rng_state
 from headrace.checkpoint.save import CheckpointStore
@@ -24,9 +23,9 @@ from headrace.data.fingerprint import data_fingerprint
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, RunError
 from headrace.flow.compile import CheckedFlow
+from headrace.flow.runtime import Runtime, named_roles
 from headrace.rewards.stage import RewardStage
 from headrace.roles.role import Role
-from headrace.training.engine import TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +47,16 @@ class Stateful(Protocol):
 class RunState:
     """The state of one run, between its flow and its checkpoints."""
 
-    def __init__(self, flow: CheckedFlow, loader: Loader, total_steps: int) -> None:
-        self.flow, self.loader = flow, loader
+    def __init__(self, flow: CheckedFlow, loader: Loader, total_steps: int, runtime: Runtime) -> None:
+        self.flow, self.loader, self.runtime = flow, loader, runtime
         self._things: dict[str, Stateful] = {}
-        self._roles = _named([role for role in flow.roles if flow.trains(role)])
         stages = " → ".join(stage.name for stage in flow.stages)
         self._fingerprint = run_fingerprint(
             flow.config, f"{flow.name}: {stages}", total_steps, data_fingerprint(loader.dataset)
         )
-        self._frozen: dict[str, str] = {}
+        self._weights: dict[str, dict[str, Any]] = {}
         self._mark: dict[str, Any] = {}
-        self._mark_updates: list[dict[str, Any]] = []
+        self._mark_numbers: dict[str, dict[str, Any]] = {}
         self._saved: dict[str, Any] | None = None
         self._restored = False
         self._saved_things: dict[str, dict[str, Any]] | None = None
@@ -93,35 +91,30 @@ class RunState:
 
     def roles_loaded(self) -> None:
         """Notes the frozen weights; to be called once, when the roles are as the run starts."""
-        for name, role in _named(self.flow.roles).items():
-            frozen = ((n, p) for n, p in role.engine.model.named_parameters() if not p.requires_grad)
-            digest = weights_hash(frozen)
-            if digest is not None:
-                self._frozen[name] = digest
+        self._weights = self.runtime.weights()
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Puts every role and thing where it was. Raises ConfigError when they are another run's."""
         saved, allowed = checkpoint.state, self.flow.config.checkpoint.allow_changed
+        roles, trained = named_roles(self.flow)
         problems = []
-        for name, role in _named(self.flow.roles).items():
-            now = self._frozen.get(name)
-            if saved["frozen"].get(name, now) != now and role.key not in allowed:
+        for name, role in roles.items():
+            now = self._weights[name]
+            if saved["frozen"].get(name, now["frozen"]) != now["frozen"] and role.key not in allowed:
                 problems.append(
                     f"{role.key}: the frozen weights of the {name} are not those that the run started with;"
                     f" put them back, or add '{role.key}' to checkpoint.allow_changed"
                 )
-            dtype, before = str(role.engine.model.dtype), saved["dtypes"].get(name)
+            dtype, before = now["dtype"], saved["dtypes"].get(name)
             if before is not None and before != dtype and "model.dtype" not in allowed:
                 problems.append(change("model.dtype", before, dtype, quoted=False))
         if problems:
             raise ConfigError(problems)
-        for name, role in self._roles.items():
+        for name in trained:
             if name not in saved["roles"]:
                 logger.warning("%s: nothing of it is in %s; it starts anew", name, checkpoint.path)
                 continue
-            with ExitStack() as files:
-                tensors = files.enter_context(checkpoint.tensors(name))
-                role.load_state_dict(TrainingState(tensors, saved["roles"][name]))
+            self.runtime.load(name, checkpoint)
         self._saved_things = saved["things"]
         for name in self._things:
             self._restore_thing(name, saved["things"])
@@ -158,14 +151,14 @@ class RunState:
             "rng": rng_state(),
             **results,
         }
-        self._mark_updates = self._updates()
+        self._mark_numbers = self.runtime.numbers()
         if self._restored:  # what was just read need not be written again
             self._saved, self._restored = self._mark, False
 
     @property
     def can_be_saved(self) -> bool:
         """Whether the weights are still those of the mark."""
-        return self._mark_updates == self._updates()
+        return self._mark_numbers == self.runtime.numbers()
 
     def save(self, store: CheckpointStore, best: int | None) -> Path | None:
         """Writes the marked state, unless that is done already. Raises RunError when it cannot be written."""
@@ -174,23 +167,18 @@ class RunState:
         if not self.can_be_saved:
             step = self._mark["step"]
             raise RunError(f"no checkpoint of step {step} can be written, since the step after it had begun")
-        states = {name: role.state_dict() for name, role in self._roles.items()}
         state = {
             "torch": torch.__version__,
             "time": datetime.now().astimezone().isoformat(timespec="seconds"),
             **self._mark,
-            "roles": {name: s.numbers for name, s in states.items()},
-            "dtypes": {name: str(role.engine.model.dtype) for name, role in _named(self.flow.roles).items()},
-            "frozen": self._frozen,
+            "roles": self._mark_numbers,
+            "dtypes": {name: weights["dtype"] for name, weights in self._weights.items()},
+            "frozen": {n: w["frozen"] for n, w in self._weights.items() if w["frozen"] is not None},
             "fingerprint": self._fingerprint,
         }
-        tensors = {name: s.tensors for name, s in states.items()}
-        path = store.write(self._mark["step"], state, tensors, best)
+        path = store.write(self._mark["step"], state, self.runtime.writers(), best)
         self._saved = self._mark
         return path
-
-    def _updates(self) -> list[dict[str, Any]]:
-        return [role.state_dict().numbers for role in self._roles.values()]
 
 
 def _behind(function: Any) -> Any:
@@ -199,12 +187,3 @@ def _behind(function: Any) -> Any:
         function = function.function.function if function.function is not None else None
     function = inspect.unwrap(function) if callable(function) else function
     return getattr(function, "__self__", function)
-
-
-def _named(roles: list[Role]) -> dict[str, Role]:
-    """Role by name: actor, critic, …; a second one of a name is actor-2."""
-    out: dict[str, Role] = {}
-    for role in roles:
-        number = sum(other.name == role.name for other in out.values()) + 1
-        out[role.name if number == 1 else f"{role.name}-{number}"] = role
-    return out

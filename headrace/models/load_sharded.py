@@ -68,6 +68,22 @@ def load_onto_mesh(
     return model
 
 
+def load_policy_onto_mesh(path: str, mesh: Mesh, **options: Any) -> CausalLM:
+    """A policy by `load_onto_mesh`."""
+    model = load_onto_mesh(path, mesh, **options)
+    if not isinstance(model, CausalLM):
+        raise TypeError(f"{path} was loaded as a {type(model).__name__}")
+    return model
+
+
+def load_scalar_onto_mesh(path: str, mesh: Mesh, *, needs_head: bool, **options: Any) -> ScalarModel:
+    """A reward model, or with `needs_head` false a critic, by `load_onto_mesh`."""
+    model = load_onto_mesh(path, mesh, head="scalar" if needs_head else "new scalar", **options)
+    if not isinstance(model, ScalarModel):
+        raise TypeError(f"{path} was loaded as a {type(model).__name__}")
+    return model
+
+
 def _whole(
     path: str, key: str, head: Head, tokenizer: Any, dtype: torch.dtype, trust: bool, device: torch.device
 ) -> CausalLM | ScalarModel:

@@ -7,6 +7,7 @@ rows. A mesh of one process has no groups, and every exchange gives back what it
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from headrace.errors import ConfigError
+from headrace.stages import DataRanks
 
 Axis = Literal["dp_replicate", "zero3", "tp"]
 DATA_AXES: tuple[Axis, ...] = ("dp_replicate", "zero3")
@@ -106,6 +108,16 @@ class Mesh:
                 dist.all_reduce(tensor, op, group)
         return tensor
 
+    @property
+    def data_rank(self) -> int:
+        """This process's number among those with other rows, as `gather` orders them."""
+        return self.rank("dp_replicate") * self.size("zero3") + self.rank("zero3")
+
+    @property
+    def data_size(self) -> int:
+        """How many processes (or groups of such) have rows of their own."""
+        return self.size("dp_replicate") * self.size("zero3")
+
     def most(self, number: int) -> int:
         """The largest `number` of all data-parallel ranks."""
         if self.device_mesh is None:
@@ -114,15 +126,46 @@ class Mesh:
         return int(self.all_reduce(counts, DATA_AXES, dist.ReduceOp.MAX))
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every data-parallel rank, in the same order everywhere. For small plain values."""
+        """`value` of every data-parallel rank, in the same order everywhere. For small plain (JSON) values."""
         gathered = [value]
         for axis in reversed(DATA_AXES):
             group = self.group(axis)
             if group is not None:
-                parts: list[Any] = [None] * self.size(axis)
-                dist.all_gather_object(parts, gathered, group)
-                gathered = [item for part in parts for item in part]
+                gathered = [item for part in gather_plain(gathered, group) for item in part]
         return gathered
+
+
+class MeshRanks(DataRanks):
+    """The data-parallel ranks of a mesh."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.index, self.count = mesh.data_rank, mesh.data_size
+
+    def total(self, values: Sequence[float]) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._mesh.device)
+        added: list[float] = self._mesh.all_reduce(numbers).tolist()
+        return added
+
+    def gather(self, value: Any) -> list[Any]:
+        return self._mesh.gather(value)
+
+
+def gather_plain(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The plain value of every rank of `group` (None: of all ranks), sent as JSON, which cannot run code when read."""
+    on_gpu = "nccl" in str(dist.get_backend(group))
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    text = json.dumps(value).encode()
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
+    mine = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = [torch.empty(len(mine), dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(rows, mine.to(device), group=group)
+    return [
+        json.loads(row[: int(size)].cpu().numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)
+    ]
 
 
 def _device_mesh(device_type: str, grid: Tensor) -> DeviceMesh:

@@ -33,6 +33,7 @@ class RunDirectory:
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.logs = self.path / "logs"  # of the ranks, where there are several
 
     @property
     def name(self) -> str:

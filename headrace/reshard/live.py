@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from headrace.errors import RunError
+from headrace.models.mesh import gather_plain
 from headrace.reshard.box import Box
 
 Described = dict[str, tuple[tuple[int, ...], str, Box]]
@@ -80,20 +80,10 @@ def gather_descriptions(
     """Global rank → (what it holds, which of its names share storage), the same on all ranks. Sent as JSON."""
     if not dist.is_initialized():
         return {0: (own, dict(tied))}
-    device = wire_device(group)
     entries = {n: [shape, dtype, box.start, box.stop] for n, (shape, dtype, box) in own.items()}
-    text = json.dumps([entries, dict(tied)]).encode()
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in ranks]
-    dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group)
-    longest = max(int(size) for size in sizes)
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in ranks]
-    dist.all_gather(rows, mine.to(device), group=group)
     found = {}
-    for rank, row, size in zip(ranks, rows, sizes, strict=True):
-        described, names = json.loads(row[: int(size)].cpu().numpy().tobytes())
+    for rank, (described, names) in zip(ranks, gather_plain([entries, dict(tied)], group), strict=True):
         found[rank] = ({n: _entry(*entry) for n, entry in described.items()}, names)
     return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms.moments import moments
 from headrace.config import RewardConfig
 from headrace.data.batch import Batch
 from headrace.errors import ConfigError, RewardError
@@ -95,11 +96,12 @@ def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
         return
     m.add("reward/mean", total, count)
     m.add("reward/excluded_fraction", len(rewards) - count, len(rewards))
-    if not count:
+    if not count and len(rewards):
         logger.warning(
             "step %d: all %d rewards are None, so there is nothing to learn from", context.step, len(rewards)
         )
-    else:
-        m.add("reward/std", float(valid.std(correction=0)), 1)
-        m.add_max("reward/max", float(valid.max()))
-        m.add_min("reward/min", float(valid.min()))
+    found = moments(valid, context.ranks)
+    if found.count:
+        context.add_once("reward/std", found.std())
+        m.add_max("reward/max", found.high)
+        m.add_min("reward/min", found.low)

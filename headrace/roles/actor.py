@@ -14,17 +14,17 @@ from headrace.agents.environment import MakeEnvironment, load_environment
 from headrace.agents.rollout import AgentRollout
 from headrace.algorithms.find import find_advantage
 from headrace.algorithms.gap import logprob_gap
-from headrace.algorithms.kl_controller import adapt_kl
-from headrace.algorithms.reduction import token_weights
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config
 from headrace.data.batch import Batch
+from headrace.data.prompts import group_numbers
 from headrace.errors import ConfigError
 from headrace.models.lora import require_peft
 from headrace.roles.role import (
     LanguageModelRole,
     adapt,
     count_updates,
+    loss_weights,
     make_engine,
     optimizer_counts,
     optimizer_settings,
@@ -37,6 +37,7 @@ from headrace.training.engine import TrainingState
 from headrace.training.policy_loss import PolicyLoss, rollout_reference
 from headrace.training.value_loss import SupervisedLoss
 
+ROLLOUT_LOGPROBS = ("rollout_logprobs", "rollout_untruncated_logprobs")
 EVALUATION_STEP = -1  # evaluation draws the same samples whenever it runs
 
 
@@ -104,6 +105,7 @@ class Actor(LanguageModelRole):
 
     @stage(
         reads=("prompt_ids", "prompt_id"),
+        optional=("group_id",),
         writes=(
             "input_ids",
             "response_mask",
@@ -188,17 +190,17 @@ class Actor(LanguageModelRole):
         dtypes |= {name: torch.float32 for name in columns if name.endswith("logprobs")}
         rows: dict[str, Any] = dict(prompts.without_columns(["prompt_ids"]).select(owners).rows)
         rows |= {
-            "group_id": torch.tensor(owners),
+            "group_id": group_numbers(prompts)[owners],
             "sample_index": torch.arange(len(flat)) % n,
             "greedy_baseline": torch.zeros(len(flat), dtype=torch.bool),
             "completion": list(texts),
             "completion_ids": [c.token_ids for c in flat],
             "finish_reason": [c.finish_reason for c in flat],
-            "num_tokens": torch.tensor([len(c.token_ids) for c in flat]),
+            "num_tokens": torch.tensor([len(c.token_ids) for c in flat], dtype=torch.int64),
         }
         return Batch.from_rows(columns, rows, dtypes)
 
-    @stage(reads=("input_ids", "response_mask"), writes=("logprobs",), optional=("rollout_logprobs",))
+    @stage(reads=("input_ids", "response_mask"), writes=("logprobs",), optional=ROLLOUT_LOGPROBS)
     def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         """The trainer's own log-probabilities of the sampled tokens, before this step's updates."""
         out = self.engine.outputs(batch)
@@ -208,7 +210,7 @@ class Actor(LanguageModelRole):
 
     @stage(
         reads=("input_ids", "response_mask", "rollout_logprobs", "advantages"),
-        optional=("loss_mask", "logprobs", "reference_logprobs"),
+        optional=("loss_mask", "logprobs", "reference_logprobs", "values", *ROLLOUT_LOGPROBS[1:]),
         sections=("train", "algorithm"),
         trains=True,
     )
@@ -227,25 +229,20 @@ class Actor(LanguageModelRole):
         measure_gap = "logprobs" not in batch
         loss = PolicyLoss(config.algorithm, measure_gap=measure_gap, kl_coefficient=context.kl_coefficient)
         for number, part in enumerate(updates):
-            weights = token_weights(
-                part["loss_mask"],
-                part.offsets,
-                config.algorithm.reduction,
-                divisor_tokens=config.algorithm.divisor_tokens or config.rollout.max_new_tokens,
+            divisor = config.algorithm.divisor_tokens or config.rollout.max_new_tokens
+            weighted = loss_weights(
+                part, part["loss_mask"], config.algorithm.reduction, context.ranks, divisor
             )
-            context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
+            context.metrics.merge(self.engine.update(weighted, loss))
             context.on_progress((number + 1) / len(updates))
-        adapt_kl(context)
         self._count_updates(before, context)
 
     @stage(reads=("input_ids", "response_mask"), sections=("train",), trains=True, supervised=True)
     def supervised_update(self, batch: Batch, context: StageContext) -> None:
         """One supervised update: mean negative log-likelihood over all response tokens of the batch."""
         before = optimizer_counts(self.engine)
-        weights = token_weights(batch["response_mask"], batch.offsets, "token_mean")
-        context.metrics.merge(
-            self.engine.update(batch.with_columns({"loss_weight": weights}), SupervisedLoss())
-        )
+        weighted = loss_weights(batch, batch["response_mask"], "token_mean", context.ranks)
+        context.metrics.merge(self.engine.update(weighted, SupervisedLoss()))
         context.metrics.add_total("sft/tokens", int(batch["response_mask"].sum()))
         self._count_updates(before, context)
 
@@ -259,9 +256,9 @@ class Actor(LanguageModelRole):
         if self._rollout is not None:
             self._rollout.weight_version = optimizer_counts(self.engine)[0]
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, writes: bool = True) -> Path:
         """Writes the model and tokenizer as a Hugging Face folder."""
-        return save_hf_folder(self.model, Path(path))
+        return save_hf_folder(self.model, Path(path), writes=writes)
 
 
 def sampling_params(config: Config, evaluation: bool) -> tuple[SamplingParams, int]:
@@ -302,9 +299,10 @@ def _rollout_metrics(
         m.add("eval/truncated_fraction", truncated, total)
         return
     m.add("rollout/response_tokens_mean", tokens, total)
-    m.add_max("rollout/response_tokens_max", int(lengths.max()))
+    m.add_max("rollout/response_tokens_max", int(lengths.max()) if total else 0)
     m.add("rollout/prompt_tokens_mean", sum(len(p) for p in prompt_ids), len(prompt_ids))
     m.add("rollout/truncated_fraction", truncated, total)
-    m.add("rollout/tokens_per_s", tokens, max(elapsed_s, 1e-9))
+    # ranks generate at the same time: their tokens add up, their seconds do not
+    m.add("rollout/tokens_per_s", tokens, max(elapsed_s, 1e-9) / context.ranks.count)
     m.add_total("rollout/samples", total)
     m.add_total("rollout/tokens", tokens)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from headrace.algorithms.reduction import token_weights
+from headrace.algorithms.moments import moments
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import ScalarModel
-from headrace.models.heads import critic_from, load_scalar_model
+from headrace.models.heads import critic_from
 from headrace.models.hf import resolve_device, resolve_dtype
 from headrace.roles.role import (
     LanguageModelRole,
@@ -20,6 +20,8 @@ from headrace.roles.role import (
     Role,
     adapt,
     count_updates,
+    load_scalar,
+    loss_weights,
     make_engine,
     optimizer_counts,
     optimizer_settings,
@@ -55,10 +57,11 @@ class Critic(Role):
                 self._model = critic_from(self.start.model, c.gradient_checkpointing)
             else:
                 device = resolve_device(self.device_name)
-                self._model = load_scalar_model(
+                self._model = load_scalar(
                     str(c.path),
+                    self.mesh,
+                    device,
                     key=self.key,
-                    device=device,
                     dtype=resolve_dtype(c.dtype, device),
                     trust_remote_code=c.trust_remote_code,
                     gradient_checkpointing=c.gradient_checkpointing,
@@ -103,21 +106,19 @@ class Critic(Role):
         before = optimizer_counts(self.engine)
         updates = update_batches(batch, context)
         for number, part in enumerate(updates):
-            weights = token_weights(part["loss_mask"], part.offsets, "token_mean")
-            context.metrics.merge(self.engine.update(part.with_columns({"loss_weight": weights}), loss))
+            weighted = loss_weights(part, part["loss_mask"], "token_mean", context.ranks)
+            context.metrics.merge(self.engine.update(weighted, loss))
             context.on_progress((number + 1) / len(updates))
         count_updates(self.engine, before, context)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, *, writes: bool = True) -> None:
         """Writes the critic as a Hugging Face sequence-classification folder."""
-        save_hf_folder(self.engine.model, Path(path))
+        save_hf_folder(self.engine.model, Path(path), writes=writes)
 
 
 def _explained_variance(context: StageContext, returns: torch.Tensor, values: torch.Tensor) -> None:
-    """1 - Var(return - value) / Var(return); left out where the returns do not vary."""
-    if returns.numel() < 2:
-        return
-    spread = returns.double().var()
-    if spread > 0:
-        explained = 1 - (returns.double() - values.double()).var() / spread
-        context.metrics.add("critic/explained_variance", float(explained), 1)
+    """1 - Var(return - value) / Var(return) over the step; left out where the returns do not vary."""
+    spread = moments(returns, context.ranks)
+    missed = moments(returns.double() - values.double(), context.ranks)
+    if spread.count > 1 and spread.high > spread.low:
+        context.add_once("critic/explained_variance", 1 - missed.squares / spread.squares)

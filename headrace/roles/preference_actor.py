@@ -20,7 +20,7 @@ class PreferenceActor(Actor):
     def preference_update(self, batch: Batch, context: StageContext) -> None:
         """One update on pairs: mean over all pairs of the batch of the DPO loss."""
         before = optimizer_counts(self.engine)
-        weighted = batch.with_columns({"loss_weight": pair_weights(batch)})
+        weighted = batch.with_columns({"loss_weight": pair_weights(batch, context.ranks)})
         loss = DPOLoss("dpo", context.config.preference.beta)
         context.metrics.merge(self.engine.update(weighted, loss))
         count_updates(self.engine, before, context)

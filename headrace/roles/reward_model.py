@@ -11,12 +11,13 @@ from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import ScalarModel
-from headrace.models.heads import critic_from, load_scalar_model
+from headrace.models.heads import critic_from
 from headrace.models.hf import load_causal_lm, resolve_device, resolve_dtype
 from headrace.roles.role import (
     ReaderRole,
     adapt,
     count_updates,
+    load_scalar,
     make_engine,
     optimizer_counts,
     optimizer_settings,
@@ -69,16 +70,17 @@ class RewardModel(ReaderRole):
         c, device = self.model_config, resolve_device(self.device_name)
         dtype, path = resolve_dtype(c.dtype, device), str(c.path)
         if (
-            path.endswith(".gguf") and not needs_head
+            path.endswith(".gguf") and not needs_head and self.mesh is None
         ):  # transformers reads these files as language models only
             language_model = load_causal_lm(
                 path, key=self.key, tokenizer=self.tokenizer, device=device, dtype=dtype
             )
             return critic_from(language_model, c.gradient_checkpointing, self.key)
-        return load_scalar_model(
+        return load_scalar(
             path,
+            self.mesh,
+            device,
             key=self.key,
-            device=device,
             dtype=dtype,
             trust_remote_code=c.trust_remote_code,
             gradient_checkpointing=c.gradient_checkpointing and not needs_head,
@@ -100,7 +102,7 @@ class RewardModel(ReaderRole):
     def preference_update(self, batch: Batch, context: StageContext) -> None:
         """One update on pairs: mean over all pairs of the batch of -log sigmoid(chosen - rejected)."""
         before = optimizer_counts(self.engine)
-        weighted = batch.with_columns({"loss_weight": pair_weights(batch)})
+        weighted = batch.with_columns({"loss_weight": pair_weights(batch, context.ranks)})
         context.metrics.merge(self.engine.update(weighted, PreferenceLoss("reward_model")))
         count_updates(self.engine, before, context)
 
@@ -116,9 +118,9 @@ class RewardModel(ReaderRole):
             raise RuntimeError("reward_model: its engine gave no scores")
         return scores
 
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, *, writes: bool = True) -> Path:
         """Writes the model and tokenizer as a Hugging Face sequence-classification folder."""
-        return save_hf_folder(self.engine.model, Path(path))
+        return save_hf_folder(self.engine.model, Path(path), writes=writes)
 
 
 def drop_ambiguous_padding(model: ScalarModel) -> None:

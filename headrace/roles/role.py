@@ -8,15 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from headrace.algorithms.reduction import Reduction, reduction_counts, token_weights
+from headrace.checkpoint.fingerprint import weights_hash
 from headrace.config import Config, LoraConfig, ModelConfig
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
 from headrace.errors import ConfigError, RunError
-from headrace.models.causal_lm import Backbone, CausalLM
+from headrace.models.causal_lm import Backbone, CausalLM, ScalarModel
+from headrace.models.heads import load_scalar_model
 from headrace.models.hf import load_causal_lm, load_tokenizer, resolve_device, resolve_dtype
+from headrace.models.load_sharded import load_policy_onto_mesh, load_scalar_onto_mesh
 from headrace.models.lora import add_adapters, check_same
-from headrace.stages import StageContext
+from headrace.models.mesh import Mesh
+from headrace.models.shards import local
+from headrace.stages import DataRanks, StageContext
 from headrace.training.engine import TrainingState
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.torch_engine import TorchEngine
@@ -28,6 +35,7 @@ class Role:
     name = "role"
     key = "model.path"
     start: LanguageModelRole | None = None  # the role whose weights, as the run starts, this one begins with
+    mesh: Mesh | None = None  # the processes that hold the model together; None: this one alone
 
     def __init__(self, model: ModelConfig, device: str = "auto") -> None:
         self.model_config = model
@@ -122,16 +130,25 @@ class LanguageModelRole(ReaderRole):
         if self._model is None:
             c = self.model_config
             device = resolve_device(self.device_name)
-            self._model = load_causal_lm(
-                str(c.path),
-                key=self.key,
-                tokenizer=self.tokenizer,
-                device=device,
-                dtype=resolve_dtype(c.dtype, device),
-                trust_remote_code=c.trust_remote_code,
-                gradient_checkpointing=c.gradient_checkpointing,
-            )
+            options: dict[str, Any] = {
+                "key": self.key,
+                "tokenizer": self.tokenizer,
+                "dtype": resolve_dtype(c.dtype, device),
+                "trust_remote_code": c.trust_remote_code,
+                "gradient_checkpointing": c.gradient_checkpointing,
+            }
+            if self.mesh is not None and self.mesh.parallelism.size > 1:
+                self._model = load_policy_onto_mesh(str(c.path), self.mesh, **options)
+            else:
+                self._model = load_causal_lm(str(c.path), device=device, **options)
         return self._model
+
+
+def load_scalar(path: str, mesh: Mesh | None, device: torch.device, **options: Any) -> ScalarModel:
+    """A model with a scalar head, on `device` or laid onto a mesh of several processes."""
+    if mesh is not None and mesh.parallelism.size > 1:
+        return load_scalar_onto_mesh(path, mesh, **options)
+    return load_scalar_model(path, device=device, **options)
 
 
 def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
@@ -140,6 +157,20 @@ def adapt(model: Backbone, lora: LoraConfig, path: str) -> None:
         check_same(model.adapters, lora, path)
     elif lora.rank:
         model.adapters = add_adapters(model.hf, lora, path)
+
+
+def weights_of(role: Role) -> dict[str, Any]:
+    """The dtype a role computes in and a hash of its frozen weights (None: all are trained), whatever its layout.
+
+    Every process of its mesh has to call: parts are put together, one parameter after the other.
+    """
+    model = role.engine.model
+    frozen = (
+        (f"hf.{name}", model.shards.join(name, local(parameter)).to(model.dtype))
+        for name, parameter in model.hf.named_parameters()
+        if not parameter.requires_grad
+    )
+    return {"dtype": str(model.dtype), "frozen": weights_hash(frozen)}
 
 
 def make_engine(
@@ -189,27 +220,70 @@ def optimizer_counts(engine: TorchEngine) -> tuple[int, int]:
 
 
 def count_updates(engine: TorchEngine, before: tuple[int, int], context: StageContext) -> None:
-    """Adds the step's updates and skipped updates: those since `before`."""
-    after = optimizer_counts(engine)
-    context.metrics.add_total(f"{engine.prefix}/updates", after[0] - before[0])
-    context.metrics.add_total(f"{engine.prefix}/skipped_updates", after[1] - before[1])
+    """Adds the step's updates and skipped updates: those since `before`, which are the same on all ranks."""
+    if context.ranks.index == 0:
+        after = optimizer_counts(engine)
+        context.metrics.add_total(f"{engine.prefix}/updates", after[0] - before[0])
+        context.metrics.add_total(f"{engine.prefix}/skipped_updates", after[1] - before[1])
+
+
+def loss_weights(
+    batch: Batch, mask: Tensor, reduction: Reduction, ranks: DataRanks, divisor_tokens: int | None = None
+) -> Batch:
+    """`batch`, one rank's rows of an update, with `loss_weight` from the counts of all ranks."""
+    tokens, rows = ranks.total(reduction_counts(mask, batch.offsets))
+    weights = token_weights(
+        mask,
+        batch.offsets,
+        reduction,
+        divisor_tokens=divisor_tokens,
+        total_tokens=int(tokens),
+        total_rows=int(rows),
+    )
+    return batch.with_columns({"loss_weight": weights})
 
 
 def update_batches(batch: Batch, context: StageContext) -> list[Batch]:
     """The step's rows cut into one batch per optimizer update: every pass in its own seeded order.
 
-    A step of a single update keeps the rows' order.
+    Which update a row belongs to does not depend on the rank it lies on, so every rank has a part, maybe an empty one,
+    of each. A step of a single update keeps the rows' order.
     """
     config = context.config
-    per_update = config.train.samples_per_update or batch.num_rows
-    parts = max(1, round(batch.num_rows / per_update))
+    (total,) = context.ranks.total([batch.num_rows])
+    parts = max(1, round(total / (config.train.samples_per_update or total or 1)))
+    if parts == 1:
+        return [batch] * config.train.passes_per_step
+    places = row_places(batch, context.ranks)
     out: list[Batch] = []
     for pass_number in range(config.train.passes_per_step):
-        if parts == 1:
-            out.append(batch)
-            continue
         generator = torch.Generator().manual_seed(
             (config.run.seed * 1_000_003 + context.step) * 101 + pass_number
         )
-        out += batch.select(torch.randperm(batch.num_rows, generator=generator)).split(parts)
+        order = torch.randperm(int(total), generator=generator)
+        bounds = [int(total) * i // parts for i in range(parts + 1)]
+        here = torch.full((int(total),), -1)
+        here[places] = torch.arange(batch.num_rows)
+        for i in range(parts):
+            own = here[order[bounds[i] : bounds[i + 1]]]
+            out.append(batch.select(own[own >= 0]))
     return out
+
+
+def row_places(batch: Batch, ranks: DataRanks) -> Tensor:
+    """[R] int64: where each row stands among those of all ranks, by prompt and sample; alone, in the order they have."""
+    if ranks.count == 1:
+        return torch.arange(batch.num_rows)
+    if "group_id" not in batch or "sample_index" not in batch:
+        raise RunError(
+            "several optimizer updates a step on several data-parallel ranks need the columns group_id and sample_index,"
+            " which the rollout writes"
+        )
+    own = [
+        list(pair) for pair in zip(batch["group_id"].tolist(), batch["sample_index"].tolist(), strict=True)
+    ]
+    every = sorted(pair for part in ranks.gather(own) for pair in part)
+    place = {tuple(pair): i for i, pair in enumerate(every)}
+    if len(place) != len(every):
+        raise RunError("two rows of a step have the same group_id and sample_index")
+    return torch.tensor([place[tuple(pair)] for pair in own], dtype=torch.int64)

@@ -12,6 +12,7 @@ from headrace.data.loader import Loader
 from headrace.errors import ConfigError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.keep import refuse_overwriting
+from headrace.flow.runtime import LocalRuntime
 from headrace.flow.state import RunState
 from headrace.models.hf import resolve_device, resolve_dtype
 from headrace.observe.run_dir import RunDirectory
@@ -55,7 +56,7 @@ def check_continuation(
 ) -> Continuation:
     """Raises ConfigError with each change that would make another run of this one."""
     config = flow.config
-    RunState(flow, loader, total_steps).check(checkpoint)
+    RunState(flow, loader, total_steps, LocalRuntime()).check(checkpoint)
     now = str(resolve_dtype(config.model.dtype, resolve_device(config.run.device)))
     before = checkpoint.state["dtypes"].get("actor", now)
     if before != now and "model.dtype" not in config.checkpoint.allow_changed:

@@ -11,6 +11,7 @@ from torch import Tensor
 from headrace.algorithms.losses.preference import bradley_terry, dpo_reward
 from headrace.data.batch import Batch
 from headrace.observe.metrics import MetricSums
+from headrace.stages import ALONE, DataRanks
 from headrace.training.engine import TokenOutputs
 
 
@@ -80,9 +81,10 @@ def pair_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     return chosen, rejected
 
 
-def pair_weights(batch: Batch) -> Tensor:
-    """The weight of each row's pair, float32 [R]: one over the number of pairs of the whole update."""
-    return torch.full((batch.num_rows,), 2.0 / batch.num_rows)
+def pair_weights(batch: Batch, ranks: DataRanks = ALONE) -> Tensor:
+    """The weight of each row's pair, float32 [R]: one over the number of pairs of the whole update, on all `ranks`."""
+    (rows,) = ranks.total([batch.num_rows])
+    return torch.full((batch.num_rows,), 2.0 / max(1.0, rows))
 
 
 def pair_metrics(prefix: str, loss: Tensor, chosen: Tensor, rejected: Tensor) -> MetricSums:

@@ -40,7 +40,8 @@ class TorchEngine(TrainingEngine):
 
     On a mesh every process of it calls the same methods at the same time, each data-parallel rank with its own rows
     (any number, also none), tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is the
-    sum over data-parallel ranks; metrics are pooled over them and equal everywhere.
+    sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the gradient
+    norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
     """
 
     def __init__(
@@ -133,6 +134,10 @@ class TorchEngine(TrainingEngine):
         return hidden[shared.place[wanted].to(device)]
 
     @property
+    def _reports(self) -> bool:
+        return self.shards.mesh.data_rank == 0
+
+    @property
     def _passes_together(self) -> bool:
         """Whether a forward pass needs those of ranks with other rows: all then make equally many."""
         return self.shards.mesh.size("zero3") > 1
@@ -198,8 +203,9 @@ class TorchEngine(TrainingEngine):
             logger.warning(
                 "%s: no token of this update counts in the loss; the weights stay as they are", self.prefix
             )
-            for name in loss.per_update:
-                sums.add(name, 0.0, 1)
+            if self._reports:
+                for name in loss.per_update:
+                    sums.add(name, 0.0, 1)
             return sums
         for empty in self._empty_passes(len(micros)):
             outputs = self._forward(empty, with_entropy=loss.needs_entropy)
@@ -209,13 +215,13 @@ class TorchEngine(TrainingEngine):
             value, metrics = loss(outputs, micro.to(self.model.device))
             value.backward()
             sums.merge(metrics)
-        sums = self._pooled(sums)
-        for name in loss.per_update:
-            sums.add(name, 0.0, 1)
         settle(self.model)
         result = self.optimizer.step()
-        sums.add(f"{self.prefix}/grad_norm", result.grad_norm, 1)
-        sums.add(f"{self.prefix}/learning_rate", result.learning_rate, 1)
+        if self._reports:
+            for name in loss.per_update:
+                sums.add(name, 0.0, 1)
+            sums.add(f"{self.prefix}/grad_norm", result.grad_norm, 1)
+            sums.add(f"{self.prefix}/learning_rate", result.learning_rate, 1)
         self._skipped_in_a_row = 0 if result.applied else self._skipped_in_a_row + 1
         if not result.applied:
             logger.warning(
@@ -229,15 +235,6 @@ class TorchEngine(TrainingEngine):
                 f"{self.prefix}: {self._skipped_in_a_row} updates in a row had non-finite gradients; the weights are as"
                 " before them. Lower train.learning_rate, check the rewards for huge values, or use model.dtype=float32"
             )
-        return sums
-
-    def _pooled(self, own: MetricSums) -> MetricSums:
-        """The metrics of all data-parallel ranks."""
-        if self.shards.mesh.parallelism.size == 1:
-            return own
-        sums = MetricSums()
-        for plain in self.shards.mesh.gather(own.plain()):
-            sums.merge(MetricSums.from_plain(plain))
         return sums
 
     def state_dict(self) -> TrainingState:

@@ -17,6 +17,7 @@ from headrace.flow.collect import MAX_REFILLS, run_step
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.flow import Flow
 from headrace.flow.interrupt import InterruptGuard
+from headrace.flow.runtime import LocalRuntime
 from headrace.models.hf import load_causal_lm
 from headrace.observe.metrics import MetricSums
 from headrace.observe.progress import Progress
@@ -87,7 +88,7 @@ def step(differs: Any, *, rows: int = 60, wanted: int = 3) -> tuple[Batch, dict[
     checked = flow.compile()
     loader = Loader(Numbers(rows), wanted, shuffle=False, seed=0)
     context = StageContext(checked.config, 1, 1, MetricSums())
-    batch = run_step(checked, loader, context, Progress(1, ""), InterruptGuard())
+    batch = run_step(LocalRuntime(), checked, loader, context, Progress(1, ""), InterruptGuard())
     return batch, context.metrics.means(), loader
 
 

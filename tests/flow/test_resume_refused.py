@@ -290,18 +290,18 @@ def test_leftovers_of_a_killed_save_are_removed(arithmetic: Path, run: Path) -> 
 def test_a_failed_save_warns_and_the_run_goes_on(
     arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from headrace.checkpoint import save
+    from headrace.flow import runtime
 
-    real, calls = save.write_tensors, 0
+    real, calls = runtime.write_tensors, 0
 
-    def write(*arguments: Any) -> None:
+    def write(*arguments: Any, **keywords: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise OSError(28, "No space left on device")
-        real(*arguments)
+        real(*arguments, **keywords)
 
-    monkeypatch.setattr(save, "write_tensors", write)
+    monkeypatch.setattr(runtime, "write_tensors", write)
     result = start(arithmetic, tmp_path, **merged(BASE, checkpoint={"keep": 9}))
     assert result.steps == 3
     (error,) = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
@@ -313,10 +313,10 @@ def test_a_failed_save_warns_and_the_run_goes_on(
 def test_the_last_save_failing_fails_the_run_and_keeps_the_model(
     arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(*arguments: Any) -> None:
+    def write(*arguments: Any, **keywords: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("headrace.checkpoint.save.write_tensors", write)
+    monkeypatch.setattr("headrace.flow.runtime.write_tensors", write)
     with pytest.raises(
         RunError, match=r"r/checkpoints/step_3: the checkpoint cannot be written \(No space left"
     ):

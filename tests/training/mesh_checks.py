@@ -11,11 +11,12 @@ import mesh_run
 import torch
 import torch.distributed as dist
 from mesh_run import Case, key, make, run, step
+from safetensors.torch import load_file
 
 from headrace.checkpoint.export import save_hf_folder
 from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.errors import HeadraceError
-from headrace.models.causal_lm import CausalLM, OutputHead
+from headrace.models.causal_lm import CausalLM, OutputHead, ScalarModel
 from headrace.models.hf import copy_causal_lm
 from headrace.models.load_sharded import Head, load_onto_mesh
 from headrace.models.logprobs import token_logprobs
@@ -70,8 +71,21 @@ def load(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
         "metrics": [step(engine, 0, mesh)],
         "tensors": dict(engine.state_dict().tensors),
         "refusals": refusals(engine),
+        "saved": saved(model, Path(folder).with_name(f"saved-{label(mesh)}-{kind}")),
         "end_ids": list(model.eos_token_ids) if isinstance(model, CausalLM) else [],
     }
+
+
+def saved(model: CausalLM | ScalarModel, folder: Path) -> dict[str, torch.Tensor]:
+    """What the mesh's first process wrote of the whole model, on that process."""
+    model.tokenizer, writes = None, dist.get_rank() == 0
+    save_hf_folder(model, folder, writes=writes)
+    return load_file(folder / "model.safetensors") if writes else {}
+
+
+def label(mesh: Mesh) -> str:
+    p = mesh.parallelism
+    return f"{p.dp_replicate}-{p.zero3}-{p.tp}"
 
 
 def refusals(engine: TorchEngine) -> list[str]:
@@ -79,7 +93,7 @@ def refusals(engine: TorchEngine) -> list[str]:
     model, said = engine.model, []
     attempts: list[Callable[[], Any]] = [lambda: shard_model(model, model.shards.mesh)]
     if model.shards.is_cut:
-        attempts += [lambda: save_hf_folder(model, Path("never/written")), lambda: copy_causal_lm(model)]
+        attempts += [lambda: copy_causal_lm(model)]
     for attempt in attempts:
         try:
             attempt()

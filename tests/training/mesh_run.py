@@ -21,6 +21,7 @@ from headrace.models.heads import critic_from
 from headrace.models.hf import wrap
 from headrace.models.mesh import Mesh
 from headrace.models.sharding import shard_model
+from headrace.observe.metrics import MetricSums
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.policy_loss import PolicyLoss
 from headrace.training.preference_loss import PreferenceLoss, pair_weights
@@ -185,7 +186,10 @@ def step(engine: TorchEngine, update: int, mesh: Mesh, spoil: bool = False) -> d
                 "loss_weight": pair_weights(batch),
             }
         )
-    return engine.update(batch.select(rows), loss_of(engine)).means()
+    own, pooled = engine.update(batch.select(rows), loss_of(engine)), MetricSums()
+    for plain in mesh.gather(own.plain()):
+        pooled.merge(MetricSums.from_plain(plain))
+    return pooled.means()
 
 
 def run(engine: TorchEngine, mesh: Mesh, first: int = 0, last: int = UPDATES) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from headrace.algorithms.moments import moments
 from headrace.algorithms.registry import Scored, register_advantage
 from headrace.config import AlgorithmConfig
 
@@ -19,8 +20,7 @@ def batch_mean(scored: Scored, settings: AlgorithmConfig) -> Tensor:
     """
     out = torch.zeros_like(scored.rewards)
     kept = scored.rewards[scored.valid]
-    if (
-        len(kept) and kept.max() > kept.min()
-    ):  # the mean of equal numbers may differ from them in the last bit
-        out[scored.valid] = kept - kept.mean()
+    found = moments(kept, scored.ranks)
+    if found.high > found.low:  # the mean of equal numbers may differ from them in the last bit
+        out[scored.valid] = kept - found.mean
     return out

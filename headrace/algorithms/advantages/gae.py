@@ -80,4 +80,6 @@ def gae_advantage(scored: Scored, settings: AlgorithmConfig) -> tuple[Tensor, Te
     advantages, returns = gae(
         rewards, values, scored.mask, scored.offsets, settings.gamma, settings.gae_lambda
     )
-    return whiten(advantages, scored.mask) if settings.whiten_advantages else advantages, returns
+    if settings.whiten_advantages:
+        advantages = whiten(advantages, scored.mask, scored.ranks)
+    return advantages, returns

@@ -8,6 +8,7 @@ from torch import Tensor
 from headrace.algorithms.advantages.groups import group_rewards, scatter_advantages
 from headrace.algorithms.registry import Scored, register_advantage
 from headrace.config import AlgorithmConfig
+from headrace.observe.metrics import MetricSums
 
 
 @torch.no_grad()
@@ -43,16 +44,17 @@ def grpo_advantage(scored: Scored, settings: AlgorithmConfig) -> Tensor:
     return grpo(scored.rewards, scored.group_ids, valid=scored.valid, normalize_std=settings.normalize_std)
 
 
-def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> dict[str, float]:
+def group_stats(rewards: Tensor, group_ids: Tensor, valid: Tensor | None = None) -> MetricSums:
     """`reward/zero_spread_group_fraction`: how many of the groups with a valid row have equal valid rewards.
 
     Where nothing is taken off the rewards (a KL, a length penalty), every group-relative advantage of such a
     group is 0, so it teaches nothing; a group with one valid row is one of them. Empty where no row is valid.
     Arguments and errors as in `grpo`.
     """
+    metrics = MetricSums()
     groups = group_rewards(rewards, group_ids, valid)
     scored = groups.count > 0
-    if not bool(scored.any()):
-        return {}
-    flat = scored & ~groups.varies
-    return {"reward/zero_spread_group_fraction": int(flat.sum()) / int(scored.sum())}
+    if bool(scored.any()):
+        flat = scored & ~groups.varies
+        metrics.add("reward/zero_spread_group_fraction", int(flat.sum()), int(scored.sum()))
+    return metrics

@@ -52,4 +52,4 @@ def reinforce_plus_plus_baseline(scored: Scored, settings: AlgorithmConfig) -> T
 
 def _normalised(advantages: Tensor, scored: Scored, settings: AlgorithmConfig) -> Tensor:
     advantages = advantages.float()
-    return whiten(advantages, scored.mask) if settings.whiten_advantages else advantages
+    return whiten(advantages, scored.mask, scored.ranks) if settings.whiten_advantages else advantages

@@ -1,0 +1,257 @@
+"""The runtime of several processes: roles live in worker groups, rows in the workers, and orders come from here."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint.resume import Checkpoint
+from headrace.cluster.group import Call, WorkerGroup, fetch, fetch_row
+from headrace.cluster.handle import Handle
+from headrace.cluster.placement import ModelSize, Placement, fit_violations
+from headrace.cluster.workers import Executor
+from headrace.config import Config
+from headrace.data.batch import Batch
+from headrace.errors import ConfigError
+from headrace.flow.compile import CheckedFlow
+from headrace.flow.graph import Stage
+from headrace.flow.prepare import updates_of
+from headrace.flow.remote import describe_function, describe_role
+from headrace.flow.runtime import LocalRuntime, Rows, Runtime, Started, Writer, named_roles
+from headrace.models.shape import read_shape
+from headrace.observe.metrics import MetricSums
+from headrace.observe.run_dir import RunDirectory
+from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
+from headrace.roles.role import Role
+from headrace.stages import StageContext
+
+WORKER = "headrace.roles.worker:RoleWorker"
+GROUP = "group_id"
+"""Rows of one prompt stay on one data-parallel rank, since advantages compare them."""
+
+
+class ClusterRuntime(Runtime):
+    """Functions of the flow (rewards, advantages) run beside the `home` role: the actor, or else the one that learns."""
+
+    in_turn = False
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.groups: dict[str, WorkerGroup] = {}
+        self.roles: dict[str, Role] = {}
+        self.trained: dict[str, Role] = {}
+        self.home: WorkerGroup | None = None
+        self._names: dict[int, str] = {}
+
+    def prepare(self, flow: CheckedFlow, total_steps: int, skip: Iterable[Role] = ()) -> None:
+        roles, trained = named_roles(flow)
+        passed = list(skip)
+        for name, role in roles.items():
+            if role in passed:
+                continue
+            group = WorkerGroup(self.executor, role.name, name)
+            preparation = {
+                "name": name,
+                "trains": flow.trains(role),
+                "supervised": flow.supervised,
+                "total_updates": updates_of(flow, role, total_steps),
+            }
+            group.create(WORKER, **describe_role(role, flow.config, **preparation))
+            self.groups[name] = group
+            self._names[id(role)] = name
+        if not self.roles:
+            self.roles, self.trained = roles, trained
+            actors = [n for n, role in roles.items() if isinstance(role, Actor)]
+            self.home = self.groups[next(iter([*actors, *trained, *roles]))]
+        functions = {
+            _function_name(flow, stage): describe_function(stage)
+            for stage in flow.stages
+            if stage.role is None
+        }
+        self._home.call("add_functions", arguments={"functions": functions})
+
+    @property
+    def _home(self) -> WorkerGroup:
+        if self.home is None:
+            raise RuntimeError("prepare() has not been called")
+        return self.home
+
+    def keep_logs(self, folder: Path) -> None:
+        self.executor.move_logs(folder)
+
+    def put(self, batch: Batch) -> Rows:
+        """Prompts get the number of their group, since each worker sees only some of them."""
+        plain = {name: _plain(column) for name, column in batch.rows.items()}
+        if "prompt_ids" in plain:
+            plain[GROUP] = torch.arange(batch.num_rows)
+        return self._home.put(Batch(batch.lengths, batch.tokens, plain))
+
+    def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
+        given = _handle(rows)
+        method = stage.role is not None
+        group = self.groups[self._names[id(stage.role)]] if method else self._home
+        function = stage.function.__name__ if method else _function_name(flow, stage)
+        call = group.start(
+            "stage",
+            given,
+            reads=_reads(stage, given),
+            together=GROUP if GROUP in given else None,
+            arguments={
+                "function": function,
+                "method": method,
+                "context": {
+                    "step": context.step,
+                    "total_steps": context.total_steps,
+                    "evaluation": context.evaluation,
+                    "kl_coefficient": context.kl_coefficient,
+                },
+            },
+        )
+        return _Remote(self, stage, call, context)
+
+    def settle(self, rows: Handle) -> Handle:
+        """New rows, shared out evenly by tokens over the home role's ranks: there they stay for the rest of the step."""
+        moved = self._home.call("stay", rows, together=GROUP if GROUP in rows else None).handle
+        return rows if moved is None else moved
+
+    def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
+        handle = _handle(rows).select(names)
+        return fetch(self.executor, handle) if row is None else fetch_row(self.executor, handle, row)
+
+    # state
+
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        return {name: self.groups[name].call("numbers").values[0] for name in self.trained}
+
+    def weights(self) -> dict[str, dict[str, Any]]:
+        return {name: self.groups[name].call("weights").values[0] for name in self.roles}
+
+    def writers(self) -> dict[str, Writer]:
+        return {name: partial(self._write, name) for name in self.trained}
+
+    def _write(self, name: str, path: Path) -> None:
+        wrong = self.groups[name].call("save_state", arguments={"path": str(path.resolve())}).every_value
+        for cause in wrong:
+            if cause is not None:
+                raise OSError(cause)
+
+    def load(self, name: str, checkpoint: Checkpoint) -> None:
+        file = (checkpoint.path / f"{name}.safetensors").resolve()
+        arguments = {"path": str(file), "numbers": checkpoint.state["roles"][name]}
+        self.groups[name].call("load_state", arguments=arguments)
+
+    def save_model(self, role: Role, path: Path) -> Path:
+        self.groups[self._names[id(role)]].call("save_model", arguments={"path": str(path.resolve())})
+        return path
+
+
+@dataclass
+class _Remote:
+    """A stage that workers carry out."""
+
+    runtime: ClusterRuntime
+    stage: Stage
+    call: Call
+    context: StageContext
+
+    def finish(self, rows: Rows) -> Rows:
+        result = self.call.result()
+        for value in result.values:
+            self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
+        made = result.handle
+        if made is None or not result.written:
+            return rows
+        if result.new_rows:
+            return self.runtime.settle(made)
+        return _handle(rows).merged(made, result.written)
+
+
+def _function_name(flow: CheckedFlow, stage: Stage) -> str:
+    return f"{flow.name}/{stage.name}"
+
+
+def _reads(stage: Stage, given: Handle) -> list[str]:
+    """The columns that a stage gets: all where it makes rows of rows, those that it names where it does not."""
+    spec = stage.spec
+    if spec.makes_rows or spec.drops_rows:
+        return list(given.stored)
+    wanted = {*spec.reads, *spec.optional}
+    if isinstance(stage.function, RewardStage):
+        wanted |= {name for name, kind in given.columns.items() if kind != "token"}
+    if spec.trains:
+        wanted |= {GROUP, "sample_index"}
+    return [name for name in given.stored if name in wanted]
+
+
+def _handle(rows: Rows) -> Handle:
+    if not isinstance(rows, Handle):
+        raise TypeError("these rows lie in this process")
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, in columns of Python values: what JSON has."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value
+
+
+def check_placement(flow: CheckedFlow) -> None:
+    """Raises ConfigError with all heads and layers that degrees do not divide, and rows that ranks cannot share."""
+    placement = flow.placement
+    if placement.world == 1:
+        return
+    problems, sizes = [], {}
+    for role in flow.roles:
+        c = role.model_config
+        shape = read_shape(str(c.path), role.key, c.trust_remote_code)
+        if shape is not None:
+            sizes[role.name] = ModelSize(shape.heads, shape.kv_heads, shape.layers)
+    rows = {}
+    if flow.generates:
+        sizes |= {"rollout": sizes["actor"]} if "actor" in sizes else {}
+        rows["rollout"] = ("train.prompts_per_step", flow.config.train.prompts_per_step)
+    problems += fit_violations(placement, sizes, rows)
+    if "rollout" in placement.roles:
+        rollout, actor = placement.roles["rollout"], placement.roles["actor"]
+        if rollout != actor:
+            problems.append(
+                "cluster.layout: rollout and actor must be in one group with one parallelism so far"
+            )
+        if rollout.parallelism.zero3 > 1 or rollout.parallelism.pp > 1:
+            problems.append("cluster.layout: an actor that generates cannot be cut by zero3 or pp so far")
+    if flow.filters_groups:
+        problems.append("algorithm.filter_groups: works on one device so far; set it to false")
+    if problems:
+        raise ConfigError(problems)
+
+
+def open_runtime(
+    placement: Placement, config: Config, directory: RunDirectory | None, held: ExitStack
+) -> Runtime:
+    """The runtime of a placement, its processes running as long as `held`.
+
+    Logs go to the run's directory: at once where it exists, else (a configuration that turns out wrong leaves none) when
+    `keep_logs` says so.
+    """
+    if placement.world == 1:
+        return LocalRuntime()
+    from headrace.cluster.ray import RayExecutor
+
+    if directory is not None:
+        logs = directory.logs
+    else:
+        parent = Path(config.run.dir)
+        parent.mkdir(parents=True, exist_ok=True)
+        logs = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent))
+    executor = RayExecutor(placement, logs, timeout_s=config.cluster.timeout_s)
+    held.enter_context(executor)
+    return ClusterRuntime(executor)

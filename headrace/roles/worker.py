@@ -1,0 +1,181 @@
+"""One role of a run in one worker process, with the functions of the flow that run beside it.
+
+The controller holds the description of the role; what is made here holds its model. Every rank of the role's group
+gets the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.algorithms.find import algorithm_problems
+from headrace.algorithms.kl_controller import KLController
+from headrace.algorithms.stages import advantage_stage
+from headrace.checkpoint.files import TensorFile, write_tensors
+from headrace.checkpoint.rng import seed_all
+from headrace.cluster.mesh import mesh_of
+from headrace.cluster.placement import Parallelism
+from headrace.cluster.worker import Outcome, Site, load_factory
+from headrace.config import Config, ModelConfig
+from headrace.config_load import from_mapping
+from headrace.data.batch import Batch
+from headrace.errors import ConfigError
+from headrace.models.mesh import Mesh, MeshRanks
+from headrace.observe.metrics import MetricSums
+from headrace.rewards.stage import RewardStage
+from headrace.roles.actor import Actor
+from headrace.roles.reward_model import RewardModel
+from headrace.roles.role import Role, weights_of
+from headrace.stages import StageContext, column_stage, spec_of
+from headrace.training.engine import TrainingState
+
+logger = logging.getLogger(__name__)
+
+ROW = "_row"
+"""Column of a stage's rows that numbers them, so that it shows which of them a result was made from."""
+
+
+class RoleWorker:
+    """The factory's arguments are what `describe` of flow/cluster.py says of a role."""
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        role: str,
+        name: str,
+        key: str,
+        model: Mapping[str, Any],
+        config: Mapping[str, Any],
+        trains: bool,
+        supervised: bool,
+        total_updates: int,
+    ) -> None:
+        """Loads the model onto the group's mesh. `role` is the path of its class, `package.module:Name`."""
+        self.site = site
+        self.mesh = shared_mesh(site)
+        self.ranks = MeshRanks(self.mesh)
+        self.config: Config = from_mapping(config)
+        problems = algorithm_problems(self.config.algorithm)  # imports the plugin
+        if problems:
+            raise ConfigError(problems)
+        seed_all(self.config.run.seed)
+        self.role: Role = load_factory(role)(ModelConfig(**model), site.device)
+        self.role.key = key
+        self.role.mesh = self.mesh
+        self.name = name
+        self.trains = trains
+        self.functions: dict[str, Any] = {}
+        self.role.prepare(self.config, total_updates=total_updates, trains=trains, supervised=supervised)
+
+    def add_functions(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
+        """Makes functions of the flow from their descriptions (see flow/remote.py)."""
+        for name, description in functions.items():
+            self.functions[name] = make_function(description, self.config)
+
+    # stages
+
+    def stage(self, batch: Batch, *, function: str, method: bool, context: Mapping[str, Any]) -> Outcome:
+        """Carries out a stage on this rank's rows: a method of the role, or one of the functions."""
+        made = self._context(context)
+        carried_out = getattr(self.role, function) if method else self.functions[function]
+        numbered = Batch(
+            batch.lengths, batch.tokens, {**batch.rows, ROW: torch.arange(batch.num_rows, dtype=torch.int64)}
+        )
+        returned = carried_out(numbered, made)
+        if self.site.device.startswith("cuda"):
+            made.metrics.add_max("memory/peak_device_bytes", torch.cuda.max_memory_allocated())
+        value = {"metrics": made.metrics.plain()}
+        if not isinstance(returned, Batch):
+            return Outcome(returned, value)
+        return _outcome(numbered, returned, value)
+
+    def stay(self, batch: Batch) -> None:
+        """Does nothing: a call with rows brings them here."""
+
+    def _context(self, context: Mapping[str, Any]) -> StageContext:
+        return StageContext(
+            self.config,
+            context["step"],
+            context["total_steps"],
+            MetricSums(),
+            evaluation=context["evaluation"],
+            kl=KLController(context["kl_coefficient"]),
+            ranks=self.ranks,
+        )
+
+    # state
+
+    def numbers(self) -> dict[str, Any] | None:
+        """The plain part of the training state; None for a frozen role."""
+        return self.role.state_dict().numbers if self.trains else None
+
+    def weights(self) -> dict[str, Any]:
+        return weights_of(self.role)
+
+    def save_state(self, path: str) -> str | None:
+        """Writes the role's tensors to `path`, one file from the group's first rank. Returns what went wrong."""
+        first = self.site.group_rank == 0
+        try:
+            write_tensors(Path(path) if first else None, self.role.state_dict().tensors)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def load_state(self, path: str, numbers: Mapping[str, Any]) -> None:
+        """Continues where the state was saved, whatever layout that had. Raises ConfigError for another model's."""
+        with TensorFile(Path(path)) as tensors:
+            self.role.load_state_dict(TrainingState(tensors, dict(numbers)))
+
+    def save_model(self, path: str) -> None:
+        """Writes the model as a Hugging Face folder, from the group's first rank. Raises RunError when that fails."""
+        if isinstance(self.role, Actor | RewardModel):
+            self.role.save(path, writes=self.site.group_rank == 0)
+
+
+def _outcome(given: Batch, returned: Batch, value: Any) -> Outcome:
+    """A Batch that a stage returned: columns over the rows it was given, or other rows with those they were made from."""
+    if ROW not in returned:
+        return Outcome(returned, value)
+    parents = torch.as_tensor(returned[ROW])
+    rest = returned.without_columns([ROW])
+    if torch.equal(parents, torch.as_tensor(given[ROW])) and torch.equal(rest.lengths, given.lengths):
+        columns = {**rest.tokens, **rest.rows}
+        return Outcome({n: c for n, c in columns.items() if n not in given or given[n] is not c}, value)
+    return Outcome(rest, value, parents.tolist())
+
+
+def make_function(description: Mapping[str, Any], config: Config) -> Any:
+    """A stage function from its description. Raises ConfigError where it cannot be imported here."""
+    kind = description["kind"]
+    if kind == "advantage":
+        return advantage_stage(description["name"])
+    if kind == "reward":
+        made = RewardStage(
+            description["function"],
+            settings=config.reward,
+            add_model_score=description["add_model_score"],
+        )
+        if made.problems:
+            raise ConfigError(made.problems)
+        return made
+    function = load_factory(description["function"])
+    if spec_of(function) is not None:
+        return function
+    return column_stage(function, tuple(description["reads"]), tuple(description["writes"]))
+
+
+_MESHES: dict[tuple[tuple[int, ...], Parallelism], Mesh] = {}
+
+
+def shared_mesh(site: Site) -> Mesh:
+    """The mesh of an object's group; roles of one group and parallelism share it, and its process groups."""
+    key = (site.ranks, site.parallelism)
+    if key not in _MESHES:
+        _MESHES[key] = mesh_of(site)
+    return _MESHES[key]
