@@ -172,7 +172,8 @@ def _device_mesh(device_type: str, grid: Tensor) -> DeviceMesh:
     """The mesh of `grid` [one dimension for each axis, global ranks], with groups that its own ranks make alone.
 
     torch's own constructor wants every rank of the world at every mesh, and a worker group has only its own ranks.
-    Each group has the ranks that differ in one coordinate; all ranks make theirs in the order of the axes.
+    Each group has the ranks that differ in one coordinate; all ranks make theirs in the order of the axes. torch names a
+    group by its ranks and by how many groups the process has: those of a mesh must have made equally many before.
     """
     here = (grid == dist.get_rank()).nonzero()[0].tolist()
     groups = []

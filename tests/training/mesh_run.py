@@ -53,13 +53,13 @@ OWNERS = [
 ]
 
 
-def build(name: str, tied: bool) -> CausalLM:
+def build(name: str, tied: bool, kv_heads: int = 2) -> CausalLM:
     """A tiny model, the same in every process; norms and biases are away from their starting values."""
     import transformers as t
 
     shape = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": tied,
     }  # fmt: skip
     torch.manual_seed(7)
