@@ -19,6 +19,8 @@ from headrace.config import Config
 from headrace.data.batch import Batch
 from headrace.data.prompts import group_numbers
 from headrace.errors import ConfigError
+from headrace.models.hf import resolve_dtype
+from headrace.models.load_sharded import empty_on_mesh
 from headrace.models.lora import require_peft
 from headrace.roles.role import (
     LanguageModelRole,
@@ -81,6 +83,25 @@ class Actor(LanguageModelRole):
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
         )
+
+    def make_empty(self) -> None:
+        """Has a model without weights, which come from another actor (training/weight_sync.py)."""
+        if self.mesh is None:
+            raise RuntimeError("actor: a model without weights is for a mesh")
+        c = self.model_config
+        self._model = empty_on_mesh(
+            str(c.path),
+            self.mesh,
+            key=self.key,
+            tokenizer=self.tokenizer,
+            dtype=resolve_dtype(c.dtype, self.mesh.device),
+            trust_remote_code=c.trust_remote_code,
+        )
+
+    def set_weight_version(self, updates: int) -> None:
+        """Notes how many updates the weights that generate have had."""
+        if self._rollout is not None:
+            self._rollout.weight_version = updates
 
     def plays(self, config: Config) -> bool:
         """True where a rollout is an episode of several turns."""
