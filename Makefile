@@ -3,9 +3,11 @@
 #   TORCH     the torch version to install
 #   PIP_ARGS  more arguments for pip, such as the smaller CPU build of torch:
 #             make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   SEED      of the made-up task and the runs of make rlhf
 PYTHON ?= python3
 TORCH ?= 2.13.0
 PIP_ARGS ?=
+SEED ?= 0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,13 +32,12 @@ demo: $(VENV)/.base
 	$(BIN)/python examples/arithmetic/demo.py
 
 rlhf: $(VENV)/.base
-	$(BIN)/python examples/rlhf/make_task.py
-	$(BIN)/headrace sft examples/rlhf/sft.yaml run.overwrite=true
-	$(BIN)/headrace reward-model examples/rlhf/reward_model.yaml run.overwrite=true
-	$(BIN)/headrace train examples/rlhf/ppo.yaml run.overwrite=true
-	$(BIN)/headrace dpo examples/rlhf/dpo.yaml run.overwrite=true
-	for model in sft ppo dpo; do \
-	  $(BIN)/headrace eval examples/rlhf/eval.yaml model=rlhf_run/$$model/model run.progress=off || exit 1; done
+	$(BIN)/python examples/rlhf/make_task.py $(SEED)
+	$(BIN)/headrace sft examples/rlhf/sft.yaml run.overwrite=true run.seed=$(SEED)
+	$(BIN)/headrace reward-model examples/rlhf/reward_model.yaml run.overwrite=true run.seed=$(SEED)
+	$(BIN)/headrace train examples/rlhf/ppo.yaml run.overwrite=true run.seed=$(SEED)
+	$(BIN)/headrace dpo examples/rlhf/dpo.yaml run.overwrite=true run.seed=$(SEED)
+	$(BIN)/python examples/rlhf/compare.py
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not learn and not gpu and not slow"

@@ -125,12 +125,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"headrace: {line}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write(f"headrace: stopped by Ctrl-C{_finished(config)}\n")
+        sys.stderr.write(
+            f"headrace: stopped by Ctrl-C{_finished(config if arguments.command in COMMANDS else None)}\n"
+        )
         return 130
 
 
 def _finished(config: Config | None) -> str:
-    """Where to look for what an interrupted run left; nothing where it came before the run's directory."""
+    """Where to look for what an interrupted run left; nothing where there is no run (yet)."""
     if config is None:
         return ""
     r = config.run

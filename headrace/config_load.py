@@ -38,6 +38,9 @@ PATH_KEYS = (
     "algorithm.plugin",
 )
 
+MOST_VALUES = 100_000  # of one YAML text, aliases written out
+LONGEST_NAME, LONGEST_PATH = 255, 3000  # bytes; more is no path on any file system in use
+
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -170,8 +173,8 @@ def parse_value(key: str, text: str) -> Any:
     """
     info = all_keys().get(key)
     if info is not None and info.is_text:
-        if info.optional and text in ("", "null", "~"):
-            return None
+        if text in ("null", "~") or (info.optional and not text):
+            return None  # refused by the model where the setting needs a value, as in a file
         if not (len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""):
             return text
     try:
@@ -208,12 +211,33 @@ def _read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
 def _load_yaml(text: str) -> Any:
     """Raises YAMLError, and nothing else, for text that is no YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        loaded = yaml.load(text, Loader=_Loader)
+        _expanded_size(loaded, {})
+        return loaded
     except RecursionError as error:
         raise yaml.YAMLError("it is nested too deeply") from error
     except (ValueError, KeyError, AttributeError) as error:
         # what PyYAML's constructors raise for a value that its tag does not fit, such as !!int x, or a vast number
         raise yaml.YAMLError(f"a value does not fit its type: {_short.repr(str(error))}") from error
+
+
+def _expanded_size(value: Any, known: dict[int, int]) -> int:
+    """Values in `value` with every alias written out; `known` has the sizes by id, 0 for those that hold this one.
+
+    Raises YAMLError for more than `MOST_VALUES`, or for a value inside itself: a few lines may stand for billions.
+    """
+    if not isinstance(value, dict | list | tuple | set):
+        return 1
+    if id(value) in known:
+        if not known[id(value)]:
+            raise yaml.YAMLError("a value holds itself by an alias")
+        return known[id(value)]
+    known[id(value)] = 0
+    size = 1 + sum(_expanded_size(v, known) for v in (value.values() if isinstance(value, dict) else value))
+    if size > MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases stand for more than {MOST_VALUES:,} values")
+    known[id(value)] = size
+    return size
 
 
 def _yaml_problem(error: yaml.YAMLError) -> str:
@@ -251,6 +275,10 @@ def _add_section(section: str, value: Any, out: Settings, problems: list[str], m
 
 def _unknown_section(name: str, meant: set[str]) -> str:
     """A name at top level that is no section: a setting that lost its section, or a mistyped section."""
+    if name in all_keys():
+        section, _, key = name.partition(".")
+        meant.add(name)
+        return f"{name}: in a file, write '{key}:' under '{section}:'"
     if name not in {info.key for info in all_keys().values()}:
         close = difflib.get_close_matches(name, sections(), n=1, cutoff=0.6)
         if close:
@@ -297,12 +325,18 @@ def _resolve_paths(layered: Settings, folder: Path) -> None:
     for name in PATH_KEYS:
         section, _, key = name.partition(".")
         value = layered.get(section, {}).get(key)
-        if not isinstance(value, str) or not value:
+        if not isinstance(value, str) or not value or not _may_be_path(value):
             continue
         file, separator, function = _split_function(value)
         path = Path(file).expanduser()
         if not path.is_absolute() and not path.exists() and (folder / path).exists():
             layered[section][key] = f"{folder / path}{separator}{function}"
+
+
+def _may_be_path(text: str) -> bool:
+    """False for a text that no file can be named by, on which the file system's own functions raise."""
+    raw = text.encode(errors="surrogatepass")
+    return b"\0" not in raw and len(raw) <= LONGEST_PATH and max(map(len, raw.split(b"/"))) <= LONGEST_NAME
 
 
 def _split_function(value: str) -> tuple[str, str, str]:
@@ -322,6 +356,9 @@ def _validate(layered: Settings, command: Command | None, problems: list[str], m
             if isinstance(value, bool) and bool not in info.kinds:
                 bad.add(info.name)
                 problems.append(_wrong_value(info, value))
+            elif info.name in (*PATH_KEYS, "run.dir") and isinstance(value, str) and not _may_be_path(value):
+                bad.add(info.name)
+                problems.append(f"{info.name}: {_short.repr(value)} is too long or odd to be a path")
     try:
         config = Config.model_validate(_without(layered, bad))
     except ValidationError as error:

@@ -143,6 +143,13 @@ def test_ctrl_c(
     assert cli.main(["train", *NEEDED]) == 130
     assert capsys.readouterr().err.endswith("what is finished is in the newest folder of runs\n")
 
+    def plan(*args: Any) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_plan", plan)
+    assert cli.main(["plan", *NEEDED, "run.name=mine"]) == 130
+    assert capsys.readouterr().err == "headrace: stopped by Ctrl-C\n"  # a plan finishes nothing
+
 
 def test_config_prints_yaml_that_loads_again(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["config", *NEEDED, "--steps=3"]) == 0
@@ -213,3 +220,14 @@ def test_a_closed_pipe_is_no_error() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_null_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a file; the word itself needs quotes."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "model=m", "data=d", "run.dir=null"]) == 2
+    assert "run.dir" in capsys.readouterr().err
+    assert cli.main(["config", "model=m", "data=d", "run.dir='null'"]) == 0
+    assert "dir: 'null'" in capsys.readouterr().out

@@ -1,11 +1,12 @@
 """Makes the ingredients of the chain from nothing: a small model, what it first learns, and preference pairs.
 
-    python examples/rlhf/make_task.py        writes rlhf_run/task
+    python examples/rlhf/make_task.py [SEED]        writes rlhf_run/task
 
-The prompt is four different digits, such as "7294=". The pupil first learns to write the same digits in any order
-(worksheets.jsonl). The teacher likes them in rising order, and only ever says which of two answers is better: the one
-with fewer digits out of order, and any order of the right digits over an answer with a digit too many (pairs.jsonl).
-A rising answer is shown nowhere as the thing to write.
+The prompt is three different digits, such as "729=". The pupil first learns to write the same digits in any order
+(worksheets.jsonl). The teacher likes them in rising order, and only ever says which of two answers is better
+(pairs.jsonl): of two with the prompt's digits, the one with fewer out of order; and any answer over the same one with a
+digit that is wrong, doubled, too many or missing. Without pairs of the second kind nothing tells a reward model that
+rising digits from elsewhere are worse, and PPO finds that out.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ sys.path.append(str(Path(__file__).parents[1] / "arithmetic"))
 from task import DIGITS, make_model, write_rows
 
 OUT = Path("rlhf_run/task")
-DIGITS_SHOWN = 4
-HELD_OUT = 256  # prompts; all orders of their digits are kept out of the rest
-BLUNDER_FRACTION = 0.2  # pairs in which the worse answer has a digit too many
+DIGITS_SHOWN = 3
+HELD_OUT_SETS = 24  # of the 120 sets of digits: all orders of these are kept out of the rest
+WORKSHEETS = 16  # to each prompt
+PAIRS = 12  # to each prompt; of held-out ones, 2
+BLUNDER_FRACTION = 0.5  # pairs in which the worse answer has not the prompt's digits
 MISTAKEN_FRACTION = 0.1  # pairs in which the teacher prefers the worse answer
 
 
@@ -34,16 +37,20 @@ def make(folder: Path, *, seed: int = 0) -> None:
     chance = random.Random(seed)
     sets = list(itertools.combinations(DIGITS, DIGITS_SHOWN))
     chance.shuffle(sets)
-    kept_out = set(sets[: len(sets) // 10])
+    kept_out = set(sets[:HELD_OUT_SETS])
     shown = list(itertools.permutations(DIGITS, DIGITS_SHOWN))
     chance.shuffle(shown)
     prompts = [p for p in shown if tuple(sorted(p)) not in kept_out]
-    held_out = [p for p in shown if tuple(sorted(p)) in kept_out][:HELD_OUT]
-    write_rows(folder / "worksheets.jsonl", [worksheet(p, chance) for p in prompts for _ in range(4)])
+    held_out = [p for p in shown if tuple(sorted(p)) in kept_out]
+    write_rows(
+        folder / "worksheets.jsonl", [worksheet(p, chance) for p in prompts for _ in range(WORKSHEETS)]
+    )
     write_rows(folder / "prompts.jsonl", [row(p) for p in prompts])
     write_rows(folder / "heldout.jsonl", [row(p) for p in held_out])
-    write_rows(folder / "pairs.jsonl", [pair(p, MISTAKEN_FRACTION, chance) for p in prompts])
-    write_rows(folder / "heldout_pairs.jsonl", [pair(p, 0.0, chance) for p in held_out])
+    write_rows(
+        folder / "pairs.jsonl", [pair(p, MISTAKEN_FRACTION, chance) for p in prompts for _ in range(PAIRS)]
+    )
+    write_rows(folder / "heldout_pairs.jsonl", [pair(p, 0.0, chance) for p in held_out for _ in range(2)])
 
 
 def row(digits: tuple[str, ...]) -> dict[str, str]:
@@ -61,8 +68,8 @@ def any_order(digits: tuple[str, ...], chance: random.Random) -> str:
 def pair(digits: tuple[str, ...], mistaken: float, chance: random.Random) -> dict[str, str]:
     """A better and a worse answer; or the other way round, where the teacher is mistaken."""
     if chance.random() < BLUNDER_FRACTION:
-        worse = any_order(digits, chance) + chance.choice(DIGITS)
-        answers = [any_order(digits, chance), "".join(chance.sample(worse, len(worse)))]
+        better = any_order(digits, chance)
+        answers = [better, blunder(better, chance)]
     else:
         answers = ["", ""]
         while out_of_order(answers[0]) == out_of_order(answers[1]):
@@ -72,10 +79,20 @@ def pair(digits: tuple[str, ...], mistaken: float, chance: random.Random) -> dic
     return {"prompt": f"{''.join(digits)}=", "chosen": answers[0], "rejected": answers[1]}
 
 
+def blunder(answer: str, chance: random.Random) -> str:
+    """The answer with a digit that is none of the prompt's or there already, or with one too many, or one missing."""
+    place = chance.randrange(len(answer))
+    right = answer[place]
+    wrong = chance.choice([d for d in DIGITS if d != right])
+    # the first is the hardest to see, and shown most often: the others have the wrong length
+    instead = chance.choices((wrong, right + wrong, ""), weights=(4, 1, 1))[0]
+    return answer[:place] + instead + answer[place + 1 :]
+
+
 def out_of_order(answer: str) -> int:
-    """Pairs of digits of which the larger comes first: 0 for a rising answer, 6 for a falling one of four digits."""
+    """Pairs of digits of which the larger comes first: 0 for a rising answer, 3 for a falling one of three digits."""
     return sum(a > b for a, b in itertools.combinations(answer, 2))
 
 
 if __name__ == "__main__":
-    make(OUT)
+    make(OUT, seed=int(sys.argv[1]) if len(sys.argv) > 1 else 0)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from headrace.agents.calls import Call, Caller, Outcome
-from headrace.agents.environment import MakeEnvironment, Prompt, Step, name_of, role_of
+from headrace.agents.environment import Environment, MakeEnvironment, Prompt, Step, name_of, role_of
 from headrace.agents.episode import ENVIRONMENT, Episode, batch_of
 from headrace.agents.turn_format import TurnFormat
 from headrace.config import Config
@@ -143,8 +143,11 @@ class _Play:
             row["sample_index"] = episode.sample_index
 
             def begin() -> Any:
-                episode.environment = self.agent.make()
-                return episode.environment.reset(row)
+                made = self.agent.make()
+                if not isinstance(made, Environment):
+                    raise TypeError(f"{self.agent.name} made a {type(made).__name__}; wanted an Environment")
+                episode.environment = made
+                return made.reset(row)
 
             return begin
 
@@ -260,6 +263,14 @@ class _Play:
             or not all(isinstance(text, str) for text in texts)
         ):
             raise self._error(episode, "the text of a Step must be a text, or a list of at least one")
+        if isinstance(step.done, str):  # "no" would count as true
+            raise self._error(episode, f"the done of a Step must be true or false, not {step.done!r}")
+        try:
+            "".join(texts).encode()
+        except UnicodeEncodeError as error:
+            raise self._error(
+                episode, "the text of a Step holds half a character (a lone surrogate, such as \\ud800)"
+            ) from error
         if not isinstance(step.metrics, Mapping):
             raise self._error(
                 episode, f"the metrics of a Step must be a dict, not a {type(step.metrics).__name__}"

@@ -71,8 +71,8 @@ def _model_folder(folder: Path) -> Path:
         )
     if not run.model.is_dir():
         raise ConfigError(
-            f"{KEY}: the run '{folder}' saved no model; it was ended before its first step, or with run.save_final=false"
-            f"{_checkpoints(run)}"
+            f"{KEY}: the run '{folder}' saved no model; it was killed, ended before its first step, or had"
+            f" run.save_final=false{_checkpoints(run)}"
         )
     return run.model
 

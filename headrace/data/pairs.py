@@ -93,11 +93,16 @@ class PairDataset:
         fitting = Fitting(builder, longest, problems)
         kept: list[int] = []
         pairs: list[Pair] = []
-        for i, whole, better, worse in zip(readable, prompts, chosen, rejected, strict=True):
+        for i, text, whole, better, worse in zip(readable, texts, prompts, chosen, rejected, strict=True):
             if better == worse:
+                same = (
+                    "hold the same response"
+                    if text[1] == text[2]
+                    else "hold responses that the tokenizer makes the same tokens of"
+                )
                 problems.add(
-                    f"columns '{columns[0]}' and '{columns[1]}' hold the same response; nothing can be learned from"
-                    " such a pair, leave it out",
+                    f"columns '{columns[0]}' and '{columns[1]}' {same}; nothing can be learned from such a pair,"
+                    " leave it out",
                     rows.where(i),
                 )
                 continue

@@ -220,7 +220,7 @@ class Sizes:
 
 def _sizes(role: Role, config: Config, known: dict[Role, Sizes], *, trains: bool) -> Sizes | None:
     has_vocabulary = isinstance(role, LanguageModelRole)
-    start = known.get(getattr(role, "start", None))  # type: ignore[arg-type]
+    start = None if role.start is None else known.get(role.start)
     if start is not None:
         return Sizes(start.shape, start.adapters, start, has_vocabulary)
     c = role.model_config

@@ -176,7 +176,7 @@ def load_adapters(
     known.modules_to_save = None  # a scalar head is loaded and trained as it is
     try:
         adapters = inject(hf, known, adapter.base)
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{key}: the adapter in '{adapter.path}' does not fit {type(hf).__name__}: {error}"
         ) from error

@@ -7,6 +7,7 @@ Shapes: T tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,7 +214,13 @@ def verify_against_hf(model: CausalLM | ScalarModel, tolerance: float | None = N
         error = relative_error(centred(model.head().logits(hidden)), centred(theirs))
     else:
         score_error = (model.scalars(hidden[-1:]) - theirs).abs().max() / (theirs.abs().max() + 1e-3)
-        error = max(float(score_error), relative_error(hidden.float(), their_hidden.float()))
+        errors = [float(score_error), relative_error(hidden.float(), their_hidden.float())]
+        error = max(errors) if all(map(math.isfinite, errors)) else math.nan
+    if not math.isfinite(error):
+        raise ConfigError(
+            f"the outputs of this {type(model.hf).__name__} are not finite; its weights may be damaged, or too large for"
+            f" {model.dtype}"
+        )
     if not error <= tolerance:
         raise ConfigError(
             f"headrace does not compute {type(model.hf).__name__} correctly (its outputs differ from the model's own by"

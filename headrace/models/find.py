@@ -27,9 +27,15 @@ def find_model(path: str, key: str = "model.path") -> str:
     if is_path or (len(parts) == 2 and Path(parts[0]).is_dir()):
         raise ConfigError(f"{key}: '{path}' does not exist (looked in {Path.cwd()})")
     from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
     names = ("config.json", "tokenizer_config.json")
-    cached = any(isinstance(try_to_load_from_cache(path, name), str) for name in names)
+    try:
+        cached = any(isinstance(try_to_load_from_cache(path, name), str) for name in names)
+    except HFValidationError as error:
+        raise ConfigError(
+            f"{key}: there is no folder '{path}' here (looked in {Path.cwd()}), and it is no hub id either"
+        ) from error
     if not cached and (constants.HF_HUB_OFFLINE or not reachable(constants.ENDPOINT)):
         raise ConfigError(
             f"{key}: there is no folder '{path}' here (looked in {Path.cwd()}), and as a hub id it is not in the local"

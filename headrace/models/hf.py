@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from headrace.errors import ConfigError, MissingExtraError
@@ -35,6 +36,7 @@ LOADING_ERRORS = (
     TypeError,
     pickle.UnpicklingError,
     SafetensorError,
+    StrictDataclassError,  # numbers of a config.json that contradict each other
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -83,6 +85,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False, key: str = "model
         raise ConfigError(
             f"{key}: no tokenizer could be loaded from '{path}': {first_line(error)}"
         ) from error
+    if len(tokenizer) < 16 and not tokenizer.get_vocab().keys() - set(tokenizer.all_special_tokens):
+        raise ConfigError(
+            f"{key}: no tokenizer is in '{path}'; name the folder or hub id of one (model.tokenizer)"
+        )
     if extra:
         repair_gguf_tokenizer(tokenizer, Path(path), key)
     return tokenizer
@@ -232,5 +238,7 @@ def eos_token_ids(hf: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

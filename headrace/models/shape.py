@@ -64,11 +64,12 @@ def read_shape(path: str, key: str, trust_remote_code: bool = False) -> ModelSha
     found = weights_source(find_model(path, key), key)
     if found.endswith(".gguf"):
         return None
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError):
+    except (OSError, ValueError, KeyError, ImportError, StrictDataclassError):
         return None
     return shape_of(config, _stored_parameters(found))
 

@@ -7,6 +7,7 @@ page's own Content-Security-Policy allows its one style and its one script, by t
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import logging
@@ -18,7 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import DataError, HeadraceError, RunError
+from headrace.errors import ConfigError, DataError, HeadraceError, RunError
 from headrace.observe.report_charts import page_data
 from headrace.observe.report_facts import facts, headlines, notes, numbers_table, setting_text, title
 from headrace.observe.report_runs import ReportRun, read_run, settings_that_differ
@@ -31,11 +32,14 @@ def write_report(run_dirs: Sequence[str | Path], out: str | Path | None = None) 
 
     Without `out` it is `report.html` in the run's directory; of several runs, in the folder of the first one's.
 
-    Raises DataError for a directory that holds no run, RunError when the page cannot be written.
+    Raises ConfigError for an `out` that is no .html file, DataError for a directory that holds no run, RunError
+    when the page cannot be written.
     """
     paths = [Path(path) for path in run_dirs]
     if not paths:
         raise DataError("report: give the directory of at least one run")
+    if out is not None and (Path(out).suffix.lower() not in (".html", ".htm") or Path(out).is_dir()):
+        raise ConfigError(f"--out: '{out}' is no name of a page; name a file that ends with .html")
     runs = [read_run(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     target = (
         Path(out) if out is not None else (paths[0] if len(paths) == 1 else paths[0].parent) / "report.html"
@@ -49,7 +53,8 @@ def write_report(run_dirs: Sequence[str | Path], out: str | Path | None = None) 
     except OSError as error:
         raise RunError(f"{target}: the report cannot be written ({error.strerror})") from error
     finally:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()
     return target
 
 

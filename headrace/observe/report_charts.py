@@ -18,12 +18,31 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("eval/pass_at_<k>", "Held-out pass@{}"),
             ("reward/mean", "Reward"),
             ("sft/loss", "Loss"),
+            ("reward_model/loss", "Reward model: loss"),
+            ("reward_model/accuracy", "Reward model: pairs in order"),
+            ("dpo/loss", "DPO: loss"),
+            ("dpo/accuracy", "DPO: pairs in order"),
             ("eval/reward_mean", "Held-out reward"),
             ("reward/part/<name>", "Reward: {}"),
             ("eval/part/<name>", "Held-out reward: {}"),
             ("reward/std", "Spread of rewards"),
             ("reward/zero_spread_group_fraction", "Prompts without a spread"),
             ("reward/filtered_group_fraction", "Prompts replaced for want of a spread"),
+        ),
+    ),
+    (
+        "Pairs",
+        (
+            ("eval/margin", "Held-out margin"),
+            ("eval/loss", "Held-out loss"),
+            ("eval/chosen_reward", "Held-out reward of the chosen"),
+            ("eval/rejected_reward", "Held-out reward of the rejected"),
+            ("reward_model/margin", "Reward model: margin"),
+            ("reward_model/chosen_reward", "Reward model: score of the chosen"),
+            ("reward_model/rejected_reward", "Reward model: score of the rejected"),
+            ("dpo/margin", "DPO: margin"),
+            ("dpo/chosen_reward", "DPO: reward of the chosen"),
+            ("dpo/rejected_reward", "DPO: reward of the rejected"),
         ),
     ),
     (
@@ -60,11 +79,15 @@ CHARTS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("actor/loss", "Actor loss"),
             ("actor/grad_norm", "Actor gradient norm"),
             ("sft/grad_norm", "Gradient norm"),
+            ("reward_model/grad_norm", "Reward model: gradient norm"),
+            ("dpo/grad_norm", "DPO: gradient norm"),
             ("critic/loss", "Critic loss"),
             ("critic/explained_variance", "Variance the critic explains"),
             ("critic/grad_norm", "Critic gradient norm"),
             ("actor/learning_rate", "Learning rate"),
             ("sft/learning_rate", "Learning rate"),
+            ("reward_model/learning_rate", "Reward model: learning rate"),
+            ("dpo/learning_rate", "DPO: learning rate"),
         ),
     ),
     (
@@ -109,6 +132,8 @@ def page_data(runs: Sequence[ReportRun]) -> dict[str, Any]:
 def _sections(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     logged = list(dict.fromkeys(metric for run in runs for metric in run.metrics()))
     known = [(name, _named(charts, logged)) for name, charts in CHARTS]
+    if all("eval/margin" in run.metrics() for run in runs if run.curve("eval/accuracy")):
+        known = [(name, [(m, ON_PAIRS.get(m, title)) for m, title in charts]) for name, charts in known]
     titles = {metric: title for _, charts in known for metric, title in charts}
     shown = [m for m in logged if not m.startswith("time/") or m == "time/step_s"]
     rest = sorted(m for m in shown if m not in titles and m not in NOT_DRAWN)
@@ -158,13 +183,20 @@ def _is_worth_a_look(metric: str, runs: Sequence[ReportRun]) -> bool:
     return len(values) > 1 and (twin is None or any(run.curve(metric) != run.curve(twin) for run in runs))
 
 
+# another title, where all runs that have the metric learn from pairs
+ON_PAIRS = {"eval/accuracy": "Held-out pairs in order"}
 TWINS = {
     "eval/reward_mean": "eval/accuracy",
     "eval/pass_at_1": "eval/accuracy",
     "agent/reward_mean": "reward/mean",
     "eval/agent/reward_mean": "eval/reward_mean",
 }
-NOT_DRAWN = ("train/step", "eval/rows", "rollout/samples", "actor/updates", "critic/updates", "sft/updates")
+NOT_DRAWN = (
+    "train/step",
+    "eval/rows",
+    "rollout/samples",
+    *(f"{area}/updates" for area in ("actor", "critic", "sft", "reward_model", "dpo")),
+)
 
 
 def _chart(metric: str, title: str, runs: Sequence[ReportRun]) -> dict[str, Any] | None:
@@ -194,7 +226,8 @@ def _chart(metric: str, title: str, runs: Sequence[ReportRun]) -> dict[str, Any]
 def readable_name(metric: str) -> str:
     """rollout/tokens_per_s → Rollout: tokens per s."""
     area, _, rest = metric.partition("/")
-    return f"{area.capitalize()}: {rest.replace('_', ' ').replace('/', ' ')}" if rest else metric
+    area, rest = area.replace("_", " ").capitalize(), rest.replace("_", " ").replace("/", " ")
+    return f"{area}: {rest}" if rest else metric
 
 
 def documented(metric: str) -> tuple[str, str]:

@@ -24,12 +24,18 @@ LONGEST_SETTING = 2000  # characters
 
 def headlines(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     """The numbers to look at first: a label, and for each run the text, and before → after where there are both."""
+    # an accuracy on pairs is another thing than one of answers: it begins at one half
     rows = [
-        ("Held-out accuracy", [_change(run, "eval/accuracy") for run in runs]),
+        ("Held-out accuracy", [None if _on_pairs(run) else _change(run, "eval/accuracy") for run in runs]),
+        (
+            "Held-out pairs in order",
+            [_change(run, "eval/accuracy") if _on_pairs(run) else None for run in runs],
+        ),
+        ("Held-out margin", [_change(run, "eval/margin") for run in runs]),
         *_pass_at_k(runs),
         ("Held-out reward", [_change(run, "eval/reward_mean") for run in runs]),
         ("Reward", [_change(run, "reward/mean") for run in runs]),
-        ("Loss", [_change(run, "sft/loss") for run in runs]),
+        ("Loss", [next(filter(None, (_change(run, m) for m in LOSSES)), None) for run in runs]),
         ("Turns in an episode", [_change(run, "agent/turns_mean") for run in runs]),
         ("Response length", [_change(run, "rollout/response_tokens_mean") for run in runs]),
         ("Tokens/s generated", [_mean(run, "rollout/tokens_per_s") for run in runs]),
@@ -39,6 +45,14 @@ def headlines(runs: Sequence[ReportRun]) -> list[dict[str, Any]]:
     if any(cell for label, cells in rows if label == "Held-out accuracy" for cell in cells):
         rows = [row for row in rows if row[0] != "Held-out reward"]
     return [{"label": label, "cells": cells} for label, cells in rows if any(cells)]
+
+
+# of which a run has one; the policy loss of RL says nothing
+LOSSES = ("sft/loss", "reward_model/loss", "dpo/loss")
+
+
+def _on_pairs(run: ReportRun) -> bool:
+    return "eval/margin" in run.metrics()
 
 
 def _pass_at_k(runs: Sequence[ReportRun]) -> list[tuple[str, list[dict[str, str] | None]]]:
@@ -57,7 +71,8 @@ def _change(run: ReportRun, metric: str) -> dict[str, str] | None:
     cell = {"after": format_any(metric, after), "metric": metric}
     errors = dict(run.curve(f"{metric}_stderr"))
     if (error := errors.get(last)) is not None:
-        cell["after"] += f" ± {format_any(metric, error)}"
+        # a narrow table may break it before ±
+        cell["after"] += f" ±\N{NO-BREAK SPACE}{format_any(metric, error)}"
     return cell if first == last else {"before": format_any(metric, before), **cell}
 
 
@@ -174,6 +189,9 @@ def _kind(run: ReportRun) -> str:
 
 
 def _batch(run: ReportRun, kind: str) -> str | None:
+    if kind in ("reward_model", "dpo"):
+        pairs = run.setting("train.samples_per_update")
+        return f"{pairs} pairs an update" if isinstance(pairs, int) else None
     prompts, samples = run.setting("train.prompts_per_step"), run.setting("rollout.samples_per_prompt")
     if kind in ("sft", "evaluation") or not isinstance(prompts, int) or not isinstance(samples, int):
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ def read_run(path: Path, name: str | None = None) -> ReportRun:
         lines = one_a_step(run.read_metrics())
     except UnicodeDecodeError as error:
         raise DataError(f"{run.metrics}: not UTF-8 text ({error})") from error
+    except OSError as error:
+        raise DataError(f"{run.metrics}: cannot be read ({error.strerror})") from error
     if not lines:
         raise DataError(f"{run.metrics}: nothing has been logged yet, so there is nothing to report")
     notes: list[str] = []
@@ -194,6 +197,9 @@ OTHER_TIMES = ("time/step_s", "time/eval_s", "time/checkpoint_s")  # not the tim
 def read_samples(path: Path, kind: str, notes: list[str]) -> list[SampleSet]:
     """First, last and evenly spread evaluations or steps of a samples file; [] where there is none."""
     if not path.is_file():
+        return []
+    if not os.access(path, os.R_OK):
+        notes.append(f"{path.name} cannot be read (permission denied).")
         return []
     steps: dict[int, list[bytes]] = {}
     previous: int | None = None

@@ -64,7 +64,7 @@ class RunDirectory:
 
     @classmethod
     def open(cls, parent: str | Path, name: str | None) -> RunDirectory:
-        """The directory of an earlier run. Raises ConfigError naming run.resume where there is none."""
+        """The directory of an earlier run. Raises ConfigError naming run.resume where there is none to write to."""
         if name is None:
             raise ConfigError("run.resume: set run.name to the run that is to be continued")
         run = cls(Path(parent) / name)
@@ -73,6 +73,8 @@ class RunDirectory:
                 f"run.resume: there is no run to continue in {run.path} (no config.yaml and metrics.jsonl); check"
                 " run.dir and run.name, or start it without run.resume"
             )
+        if not os.access(run.path, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.resume: {run.path} cannot be written to; change its permissions")
         return run
 
     def clean(self) -> None:
@@ -128,6 +130,8 @@ class RunDirectory:
                 f"run.overwrite: {run.path} is not the directory of a run (no config.yaml and metrics.jsonl"
                 " in it), so it is not deleted; choose another run.name"
             )
+        with run.locked():  # refused where another process writes to it
+            pass
 
     @classmethod
     def _create_numbered(cls, parent: Path, stem: str) -> RunDirectory:
@@ -187,6 +191,6 @@ class RunDirectory:
                     break
                 try:
                     steps.append(json.loads(line))
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{self.metrics}, line {number}: not JSON ({error})") from error
         return steps

@@ -27,6 +27,7 @@ class Role:
 
     name = "role"
     key = "model.path"
+    start: LanguageModelRole | None = None  # the role whose weights, as the run starts, this one begins with
 
     def __init__(self, model: ModelConfig, device: str = "auto") -> None:
         self.model_config = model

@@ -15,6 +15,7 @@ from headrace.flow.memory import Estimate, Load, Part, estimate_memory, load_of,
 from headrace.flow.prepare import check_roles, prepare_both, refuse_own_inputs
 from headrace.flow.run import Evaluation, steps_of
 from headrace.flow.source import PreparedData, read_rows
+from headrace.models.weight_files import refuse_broken_weights
 from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
@@ -49,7 +50,7 @@ class Plan:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the actor in the whole run."""
+        """Optimizer updates of the actor, or the reward model, in the whole run."""
         if not self.flow.generates:
             return self.steps
         return max(0, self.steps - self.resting) * self.config.updates_per_step
@@ -106,6 +107,13 @@ def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
         key=data.rows_key,
     )
     check_roles([flow] + ([evaluation.flow] if evaluation is not None else []))
+    refuse_broken_weights(
+        {
+            (str(role.model_config.path), role.key): role.name == "reward_model" and not flow.trains(role)
+            for role in flow.roles
+            if role.model_config.path is not None and role.start is None
+        }
+    )
     if checkpoint is None:
         RunDirectory.check(config.run.dir, config.run.name, overwrite=config.run.overwrite)
         refuse_own_inputs(config)
@@ -245,9 +253,14 @@ def _schedule(plan: Plan) -> list[tuple[str, str]]:
     rest = f"; the actor rests for the first {plan.resting} steps" if plan.resting else ""
     return [
         ("steps", f"{plan.steps:,} ({about}{plan.steps_per_epoch:,} an epoch, so {epochs:.3g} epochs){rest}"),
-        ("updates", f"{plan.updates:,} of the actor"),
+        ("updates", f"{plan.updates:,} of the {_learner(plan)}"),
         ("learning rate", rate),
     ]
+
+
+def _learner(plan: Plan) -> str:
+    """What the run is about: the actor, or the reward model where there is none."""
+    return next((r.name for r in plan.flow.roles if r.name == "actor"), "reward model")
 
 
 def _memory(plan: Plan) -> list[tuple[str, str]]:

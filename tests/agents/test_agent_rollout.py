@@ -300,6 +300,10 @@ def test_async_environments_answer_together() -> None:
         ([ValueError("no such page")], "step raised ValueError: no such page"),
         ([SystemExit("usage")], "step raised SystemExit: usage"),
         (["text"], "step returned a str; wanted a Step"),
+        ([Step(3)], "the text of a Step must be a text, or a list"),  # type: ignore[arg-type]
+        ([Step({"a": "b"})], "the text of a Step must be a text, or a list"),  # type: ignore[arg-type]
+        ([Step(["a", "\ud800"])], "the text of a Step holds half a character"),
+        ([Step(done="no")], "the done of a Step must be true or false, not 'no'"),  # type: ignore[arg-type]
         ([Step(reward=math.nan)], "its 'reward' is nan"),
         ([Step(reward="1")], "its 'reward' is '1', a str"),
         ([Step([])], "a list of at least one"),
@@ -344,6 +348,11 @@ def test_errors_in_reset_and_close() -> None:
         environment = says(Step(done=True), **{method: broken})
         with pytest.raises(AgentError, match=f"{method} raised RuntimeError: gone"):
             play(environment, {(0, 0, 0): "a"})
+
+
+def test_a_function_that_makes_no_environment() -> None:
+    with pytest.raises(AgentError, match="made a int; wanted an Environment"):
+        play(lambda: 3, {(0, 0, 0): "a"})  # type: ignore[arg-type, return-value]
 
 
 def test_an_error_in_close_does_not_hide_the_first(caplog: pytest.LogCaptureFixture) -> None:

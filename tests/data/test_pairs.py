@@ -249,6 +249,20 @@ def test_equal_sides_are_refused(byte_tokenizer: Make) -> None:
     assert "(row 2, row 4; 2 rows)" in text
 
 
+def test_sides_that_become_equal_are_refused(byte_tokenizer: Make) -> None:
+    """A tokenizer may lose what tells two responses apart; here each has an end token of its own."""
+    end = byte_tokenizer().eos_token
+    text = refused(byte_tokenizer(), [{"prompt": "a", "chosen": "b", "rejected": "b" + end}])
+    assert "hold responses that the tokenizer makes the same tokens of" in text
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen", "rejected"])
+def test_half_characters_are_refused_by_row(byte_tokenizer: Make, column: str) -> None:
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    text = refused(byte_tokenizer(), [good, good | {column: "a\ud800"}])
+    assert "holds \\ud800, half of a surrogate pair and no character (row 2; 1 row)" in text
+
+
 def test_dialogues_without_a_common_prompt(byte_tokenizer: Make) -> None:
     """In the form of hh-rlhf the prompt ends with a turn that both have; answers may differ from any turn on."""
     rows = [

@@ -199,6 +199,7 @@ def test_a_policys_adapter_is_no_reward_model(adapter: Callable[..., Path]) -> N
             {"base_model_name_or_path": "/no/such/model"},
             "belongs to the model '/no/such/model', which is not",
         ),
+        ({"rank_pattern": [1]}, "does not fit Qwen3ForCausalLM: "),
         ({"r": 3}, "does not fit '.*model': model.layers.0.* and 27 more"),
         ({"target_modules": ["q_proj"]}, "does not fit '.*model': "),
         ({"target_modules": ["c_attn"]}, "does not fit Qwen3ForCausalLM: .*not found"),

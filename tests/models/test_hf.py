@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -302,6 +303,35 @@ def test_garbage_weights(variant: Any) -> None:
         load_causal_lm(str(variant(model__safetensors="garbage")))
 
 
+def test_numbers_that_contradict_each_other(variant: Any) -> None:
+    folder = variant()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 7}))
+    with pytest.raises(ConfigError, match=r"model\.path: '.*variant' cannot be loaded: .*num_hidden_layers"):
+        load_causal_lm(str(folder))
+
+
+@pytest.mark.parametrize("load", ["policy", "scalar"])
+def test_weights_that_are_not_finite(variant: Any, load: str) -> None:
+    folder = variant()
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    load_scalar = partial(
+        load_scalar_model, key="model.path", device="cpu", dtype=torch.float32, needs_head=False
+    )
+    with pytest.raises(ConfigError, match=r"model\.path: '.*variant': the outputs .* are not finite"):
+        (load_causal_lm if load == "policy" else load_scalar)(str(folder))
+
+
+def test_a_folder_without_a_tokenizer(variant: Any) -> None:
+    folder = variant()
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"model\.path: no tokenizer"):
+        load_tokenizer(str(folder))
+
+
 class Evil:
     """Runs a command when it is unpickled without care."""
 
@@ -354,6 +384,11 @@ def test_finding_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for path in ("runs/b", "runs/a/model", "./b", "/b", "b.gguf"):
         with pytest.raises(ConfigError, match=rf"^critic\.path: '{path}' does not exist"):
             find_model(path, "critic.path")
+    for path in ("my model", "owner/my model", "a@b"):
+        with pytest.raises(
+            ConfigError, match=rf"^model\.path: there is no folder '{path}' here .* no hub id"
+        ):
+            find_model(path)
     monkeypatch.setattr("headrace.models.find.reachable", lambda url: True)
     assert find_model("owner/name") == "owner/name"
     assert find_model("gpt2-0f3a") == "gpt2-0f3a"

@@ -14,7 +14,7 @@ import pytest
 from parsed_page import make_run, read_page, sample, sha256
 
 from headrace.cli import main
-from headrace.errors import DataError, RunError
+from headrace.errors import ConfigError, DataError, RunError
 from headrace.observe.report import write_report, write_run_report
 
 STEPS: list[dict[str, Any]] = [
@@ -296,3 +296,48 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     assert len(re.findall(r'<path class="curve k0"', done.stdout)) == 3  # accuracy, reward, time of a step
     assert len(re.findall(r'<path class="area', done.stdout)) == 2
     assert "&lt;/script&gt;&lt;script&gt;document.title='owned'" in done.stdout
+
+
+@pytest.mark.parametrize("out", ["", ".", "page", "metrics.jsonl", "config.yaml", "folder.html"])
+def test_only_a_page_is_written_over(tmp_path: Path, out: str) -> None:
+    run = make_run(tmp_path / "first", STEPS)
+    (run / "folder.html").mkdir()
+    before = {path: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    with pytest.raises(ConfigError, match=r"--out.*\.html"):
+        write_report([run], run / out if out else "")
+    assert {path: path.read_bytes() for path in run.iterdir() if path.is_file()} == before
+
+
+def test_a_page_below_a_file(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", STEPS)
+    with pytest.raises(RunError, match="cannot be written"):
+        write_report([run], run / "metrics.jsonl" / "page.html")
+
+
+def test_metrics_nested_too_deeply(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", STEPS)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "x": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 5: not JSON"):
+        write_report([run])
+
+
+def test_settings_that_stand_for_billions_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "first", STEPS)
+    lines = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9 if i else ['y'] * 9)}]" for i in range(10)]
+    (run / "config.yaml").write_text("\n".join(lines))
+    assert "configuration could not be read" in read_page(write_report([run])).text
+
+
+def test_files_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the refusals of the system are made here."""
+    run = make_run(tmp_path / "first", STEPS, samples=[sample(1)])
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    assert "samples.jsonl cannot be read (permission denied)" in read_page(write_report([run])).text
+
+    def read(self: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("headrace.observe.run_dir.RunDirectory.read_metrics", read)
+    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be read \(Permission denied\)"):
+        write_report([run])

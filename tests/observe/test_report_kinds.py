@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from parsed_page import Page, make_run, read_page, sample
 
 from headrace.observe.report import write_report
@@ -37,6 +38,7 @@ def test_pass_at_k(tmp_path: Path) -> None:
         ("eval/pass_at_16", "Held-out pass@16"),
     ]
     assert "Held-out accuracy 10.0% → 20.0% ± 2.0%" in page.text
+    assert "20.0% ±\N{NO-BREAK SPACE}2.0%" in page.html  # a narrow table breaks it before ± only
     assert "Held-out pass@16 60.0% → 80.0%" in page.text
 
 
@@ -118,3 +120,57 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert "after step 2, 3 (best), 10" in page.text
     assert list(page.data["stages"][0]["seconds"]) == ["update"]
     assert "Time 36" in page.text
+
+
+PAIRS = {"eval/accuracy": (0.5, 0.75), "eval/margin": (0.0, 1.5)}
+
+
+def pair_lines(area: str) -> list[dict[str, Any]]:
+    """Two updates on pairs, and the held-out ones before and after."""
+    return [
+        {"step": 0, **{m: v[0] for m, v in PAIRS.items()}},
+        {"step": 1, f"{area}/loss": 0.7, f"{area}/accuracy": 0.4, f"{area}/updates": 1},
+        {
+            "step": 2,
+            f"{area}/loss": 0.3,
+            f"{area}/accuracy": 0.8,
+            f"{area}/updates": 2,
+            **{m: v[1] for m, v in PAIRS.items()},
+        },
+    ]
+
+
+@pytest.mark.parametrize(("area", "name"), [("reward_model", "Reward model"), ("dpo", "DPO")])
+def test_preference_pairs(tmp_path: Path, area: str, name: str) -> None:
+    """A share of pairs is not called an accuracy of answers, and no samples a step are spoken of."""
+    config = (
+        "train: {steps: 2, prompts_per_step: 64, samples_per_update: 32}\nrollout: {samples_per_prompt: 4}\n"
+    )
+    page = page_of(tmp_path, pair_lines(area), config=config)
+    assert sections(page) == {
+        "Learning": [
+            ("eval/accuracy", "Held-out pairs in order"),
+            (f"{area}/loss", f"{name}: loss"),
+            (f"{area}/accuracy", f"{name}: pairs in order"),
+        ],
+        "Pairs": [("eval/margin", "Held-out margin")],
+    }
+    assert f"{area}/updates" not in page.charts()
+    for seen in (
+        "Held-out pairs in order 50.0% → 75.0%",
+        "Held-out margin 0 → 1.50",
+        "Loss 0.700 → 0.300",
+        "Batch 32 pairs an update",
+    ):
+        assert seen in page.text
+    assert "Held-out accuracy" not in page.text
+
+
+def test_pairs_beside_answers(tmp_path: Path) -> None:
+    """Each kind of accuracy has a row of its own; the chart that both share has the common name."""
+    pairs = make_run(tmp_path / "dpo", pair_lines("dpo"))
+    answers = make_run(tmp_path / "ppo", [{"step": s, "eval/accuracy": s / 4} for s in (1, 2)])
+    page = read_page(write_report([pairs, answers]))
+    assert "Held-out accuracy – 25.0% → 50.0%" in page.text
+    assert "Held-out pairs in order 50.0% → 75.0% –" in page.text
+    assert ("eval/accuracy", "Held-out accuracy") in sections(page)["Learning"]

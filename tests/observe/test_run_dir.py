@@ -124,3 +124,13 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(type(run.config), "write_text", full)
     with pytest.raises(RunError, match=r"config\.yaml: cannot write \(No space left on device\)"):
         run.write_config("run: {}")
+
+
+def test_a_run_that_may_not_be_written_is_not_continued(tmp_path, monkeypatch):
+    """Root may write everything, so the refusal of the system is made here."""
+    run = RunDirectory.create(tmp_path, "r")
+    run.write_config("")
+    assert RunDirectory.open(tmp_path, "r").path == run.path
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=r"run\.resume: .*r cannot be written to"):
+        RunDirectory.open(tmp_path, "r")

@@ -287,7 +287,7 @@ def test_runs_with_and_without_adapters(arithmetic: Path, tmp_path: Path) -> Non
     [
         (["nowhere/at/all", "{out}"], r"export: 'nowhere/at/all' does not exist"),
         (["{empty}", "{out}"], r"neither a run \(config\.yaml\) nor a model"),
-        (["{run}", "{out}"], "saved no model; it was ended before its first step"),
+        (["{run}", "{out}"], "saved no model; it was killed, ended before its first step"),
         (["{base}/config.json", "{out}"], r"is a file; give the folder"),
         (["{base}", "{full}"], "'.*full' is not empty; choose another folder, or replace it by --overwrite"),
         (["{base}", "{full}", "--overwrite"], "--overwrite: '.*full' is not the folder of a model"),

@@ -187,4 +187,6 @@ def test_pairs(command: str, settings: list[str], tmp_path: Path, capsys: pytest
     }
     assert "rollout" not in plan["memory"]["phases"]
     assert cli.main(["plan", "--command", command, *kept]) == 0
-    assert "4 pairs = 8 sequences" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "4 pairs = 8 sequences" in text
+    assert f"6 of the {'actor' if command == 'dpo' else 'reward model'}" in text

@@ -116,6 +116,9 @@ def test_another_precision_is_known_without_weights(
 @pytest.mark.usefixtures("no_weights")
 def test_a_run_that_is_going_on_is_refused(settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with RunDirectory(run_of(settings)).locked():
+        fresh = [s for s in settings if not s.startswith("run.resume")]
+        assert cli.main(["plan", *fresh, "run.overwrite=true"]) == 2
+        assert "another process is writing" in capsys.readouterr().err
         assert cli.main(["plan", *settings, "run.resume=true", "train.steps=5"]) == 2
     assert "another process is writing" in capsys.readouterr().err
 
