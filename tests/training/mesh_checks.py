@@ -38,10 +38,14 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
     for layout in layouts:
         mesh = meshes[mesh_run.label(layout)]
         for case in cases:
-            out[key(layout, case)] = run(make(*case, mesh, checkpointing=case[0] == "qwen2"), mesh)
+            if mesh_run.fits(mesh, case[0]):
+                checkpointing = case[0] == "qwen2"
+                out[key(layout, case)] = run(make(*case, mesh, checkpointing=checkpointing), mesh)
     if folders:
+        all_meshes = meshes
+        meshes = {name: mesh for name, mesh in meshes.items() if mesh_run.fits(mesh, "of 2 layers")}
         out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
-        out["move"] = move_state(list(meshes.values()), Path(folders.pop("state")))
+        out["move"] = move_state(list(all_meshes.values()), Path(folders.pop("state")))
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
         out["rollout"] = sampled(meshes["tp2"], folders["untied"])
@@ -65,7 +69,7 @@ def load(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
     memory = {id(p): local(p).untyped_storage().nbytes() for p in model.hf.parameters()}
     return {
         "whole_loads": whole_loads,
-        "tied": len(dict(model.hf.named_parameters())),
+        "names": [name for name, _ in model.hf.named_parameters()],
         "bytes": sum(memory.values()),
         "metrics": [step(engine, 0, mesh)],
         "tensors": dict(engine.state_dict().tensors),
@@ -125,7 +129,7 @@ def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for number in range(mesh_run.UPDATES):
         mesh = meshes[number % len(meshes)]
-        engine = make("qwen3", True, "policy", mesh)
+        engine = make("qwen3/5", True, "policy", mesh)
         if number:
             with torch.no_grad():
                 for parameter in engine.model.trained_parameters().values():

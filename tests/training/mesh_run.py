@@ -53,11 +53,16 @@ OWNERS = [
 
 
 def build(name: str, tied: bool) -> CausalLM:
-    """A tiny model, the same in every process; norms and biases are away from their starting values."""
+    """A tiny model, the same in every process; norms and biases are away from their starting values.
+
+    `name`: its kind, and perhaps how many layers it has, "qwen3/5" (default 2).
+    """
     import transformers as t
 
+    name, layers = name.partition("/")[0], num_layers(name)
+
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": tied,
     }  # fmt: skip
@@ -78,6 +83,15 @@ def build(name: str, tied: bool) -> CausalLM:
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
     return wrap(hf, None, verify=False)
+
+
+def num_layers(name: str) -> int:
+    return int(name.partition("/")[2] or 2)
+
+
+def fits(mesh: Mesh, name: str) -> bool:
+    """Whether each stage of a pipeline gets a layer."""
+    return mesh.parallelism.pp * mesh.parallelism.pp_chunks <= num_layers(name)
 
 
 def global_batch(update: int) -> Batch:
@@ -200,6 +214,7 @@ def run(engine: TorchEngine, mesh: Mesh, first: int = 0, last: int = UPDATES) ->
     return {
         "metrics": metrics,
         "rows": rows,
+        "has_outputs": mesh.is_last,
         "outputs": outputs,
         "tensors": dict(engine.state_dict().tensors),
     }

@@ -19,8 +19,19 @@ from headrace.training.engine import TrainingState
 
 # float32 sums in another order: the largest difference seen is 3e-6; Adam moves a weight by up to 1e-3 an update
 TOLERANCE = 2e-5
-TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}]
-FOUR = [{"dp_replicate": 2, "tp": 2}, {"zero3": 2, "tp": 2}, {"dp_replicate": 2, "zero3": 2}]
+INTERLEAVED = {"pp": 2, "pp_chunks": 2}
+TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"pp": 2}]
+FOUR = [
+    {"dp_replicate": 2, "tp": 2},
+    {"zero3": 2, "tp": 2},
+    {"dp_replicate": 2, "zero3": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "dp_replicate": 2},
+    {"pp": 2, "zero3": 2},
+    {"pp": 4},
+    INTERLEAVED | {"zero3": 2},
+]
+EIGHT = [{"pp": 2, "dp_replicate": 2, "tp": 2}]
 CASES: list[Case] = [
     ("qwen3", True, "policy"),
     ("qwen3", False, "policy"),
@@ -32,6 +43,8 @@ CASES: list[Case] = [
     ("llama", False, "value"),
     ("qwen3", False, "score"),
 ]
+# more layers, of which stages have different numbers
+DEEP: list[Case] = [("qwen3/5", True, "policy"), ("gemma3/5", False, "policy"), ("llama/5", True, "value")]
 FOUR_CASES: list[Case] = [("qwen3", True, "policy"), ("llama", False, "policy"), ("qwen3", False, "value")]
 
 
@@ -43,7 +56,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         hf = mesh_run.build("llama" if kind == "untied" else "qwen3", tied).hf
         hf.generation_config.eos_token_id = [11, 12]
         hf.save_pretrained(folders[kind], max_shard_size="10KB")
-    return mesh_run.spawn(mesh_checks.everything, 2, tmp_path_factory.mktemp("two"), TWO, CASES, folders)
+    return mesh_run.spawn(mesh_checks.everything, 2, tmp_path_factory.mktemp("two"), [*TWO, INTERLEAVED], [*CASES, *DEEP], folders)
 
 
 @pytest.fixture(scope="module")
