@@ -1,10 +1,11 @@
 """Runs micro-batches through the layers of a model, over the ranks of the `pp` axis where there are several.
 
 torch.distributed.pipelining is not used. Its stages exchange tensors of one shape, fixed before a pass, and hold
-buffers for all micro-batches of it, its 1F1B wants at least as many micro-batches as ranks, and its zero-bubble schedules
-part backward passes in a way that FSDP's hooks and gradient checkpointing do not take. Micro-batches here are packs of
-unlike length and any number. Each rank has the whole rows of its data-parallel rank, so both sides of a message know
-its shape, and the timetable says who sends what and when: nothing is negotiated, padded or rescaled.
+buffers for all micro-batches of it; its 1F1B wants at least as many micro-batches as ranks; its zero-bubble schedules
+write the weights' gradients without running gradient hooks, on which FSDP and the bfloat16 masters depend, and run a
+checkpointed forward once for every group of weights. Micro-batches here are packs of unlike length and any number. Each
+rank has the whole rows of its data-parallel rank, so both sides of a message know its shape, and the timetable says who
+sends what and when: nothing is negotiated, padded or rescaled.
 """
 
 from __future__ import annotations

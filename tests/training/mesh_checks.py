@@ -15,6 +15,7 @@ from mesh_run import Case, key, make, run, step
 from headrace.checkpoint.export import save_hf_folder
 from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.errors import HeadraceError
+from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, OutputHead
 from headrace.models.hf import copy_causal_lm
 from headrace.models.load_sharded import Head, load_onto_mesh
@@ -38,7 +39,8 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
     for layout in layouts:
         mesh = meshes[mesh_run.label(layout)]
         for case in cases:
-            if mesh_run.fits(mesh, case[0]):
+            deep = mesh_run.num_layers(case[0]) > 2
+            if mesh_run.fits(mesh, case[0]) and ("pp" in layout or not deep):
                 checkpointing = case[0] == "qwen2"
                 out[key(layout, case)] = run(make(*case, mesh, checkpointing=checkpointing), mesh)
     if folders:
@@ -49,6 +51,7 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
         out["rollout"] = sampled(meshes["tp2"], folders["untied"])
+        out["wrong"] = wrong_on_the_last_stage(meshes["pp2"], folders["untied"])
         out["load"] = {
             f"{name} {kind}": load(mesh, folder, kind)
             for name, mesh in meshes.items()
@@ -84,12 +87,32 @@ def refusals(engine: TorchEngine) -> list[str]:
     attempts: list[Callable[[], Any]] = [lambda: shard_model(model, model.shards.mesh)]
     if model.shards.is_cut:
         attempts += [lambda: save_hf_folder(model, Path("never/written")), lambda: copy_causal_lm(model)]
+    if model.shards.mesh.size("pp") > 1:
+        ids = torch.arange(3)
+        attempts += [lambda: model.hidden_states(ids, ids, PackedAttention([3], "cpu"))]
     for attempt in attempts:
         try:
             attempt()
         except HeadraceError as error:
             said.append(str(error))
     return said
+
+
+def wrong_on_the_last_stage(mesh: Mesh, folder: str) -> str:
+    """What loading says where the forward of the last stage alone is not the model's own."""
+    run_layers = CausalLM.run_layers
+
+    def flipped(self: CausalLM, ids: torch.Tensor, positions: torch.Tensor, *more: Any) -> torch.Tensor:
+        return run_layers(self, ids, positions.flip(0) if mesh.is_last else positions, *more)
+
+    CausalLM.run_layers = flipped  # type: ignore[method-assign]
+    try:
+        load_onto_mesh(folder, mesh, tokenizer=mesh_run.NO_TOKENIZER)
+    except HeadraceError as error:
+        return str(error)
+    finally:
+        CausalLM.run_layers = run_layers  # type: ignore[method-assign]
+    return ""
 
 
 def sampled(mesh: Mesh, folder: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from headrace.models.heads import critic_from
 from headrace.models.hf import wrap
 from headrace.models.mesh import Mesh
 from headrace.models.sharding import shard_model
+from headrace.models.shards import local
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.policy_loss import PolicyLoss
 from headrace.training.preference_loss import PreferenceLoss, pair_weights
@@ -209,12 +210,14 @@ def run(engine: TorchEngine, mesh: Mesh, first: int = 0, last: int = UPDATES) ->
     rows = rank_rows(1, mesh)
     for update in range(first, last):
         metrics.append(step(engine, update, mesh))
+    parameters = dict(engine.model.hf.named_parameters())
     own = engine.outputs(global_batch(1).select(rows), with_entropy=True)
     outputs = {k: v for k, v in vars(own).items() if v is not None}
     return {
         "metrics": metrics,
         "rows": rows,
         "has_outputs": mesh.is_last,
+        "tied": {name: local(parameters[name].detach()) for name in engine.shards.tied},
         "outputs": outputs,
         "tensors": dict(engine.state_dict().tensors),
     }
