@@ -22,6 +22,7 @@ SHORTHAND = {
     "critic": "path",
     "reference": "path",
     "agent": "environment",
+    "cluster": "layout",
 }
 """The key that a section given as a single string sets (`model: Qwen/Qwen2.5-0.5B`)."""
 
@@ -243,8 +244,16 @@ class CheckpointConfig(Section):
 
 
 class ClusterConfig(Section):
-    """On one device these have one allowed value each; they exist so that the same file grows to many devices."""
+    """Read by cluster/layouts.py. A run of this version is on one device, and settings for more are refused."""
 
+    layout: str | dict[str, Any] | None = key(
+        None,
+        "hosts, groups and which role runs where: a template such as gpu_8, a .yaml file, or a mapping; cpu_1 or gpu_1 in"
+        " this version",
+    )
+    parallelism: dict[str, int | bool] = key(
+        {}, "degrees {dp, tp, pp, zero3} of every role that the layout gives none: 1 each in this version"
+    )
     num_gpus: int | None = key(
         None, "GPUs of the run: 0 or 1 in this version (default: what run.device finds)", "GPUs", ge=0
     )
@@ -252,9 +261,22 @@ class ClusterConfig(Section):
     hybrid_engine_mode: Literal["optimized"] = key(
         "optimized", "optimized: trainer and rollout share one set of weights"
     )
-    tp: int = key(1, "tensor parallel degree: 1 in this version", ge=1)
-    pp: int = key(1, "pipeline parallel degree: 1 in this version", ge=1)
-    dp: int = key(1, "data parallel degree: 1 in this version", ge=1)
+    timeout_s: float = key(
+        1800.0,
+        "longest call of a worker, and longest wait for the others; no effect on one device",
+        "s",
+        gt=0,
+    )
+
+    @field_validator("parallelism", mode="before")
+    @classmethod
+    def _degrees(cls, value: Any) -> Any:
+        for name, degree in value.items() if isinstance(value, dict) else ():
+            if name not in ("dp", "tp", "pp", "zero3"):
+                raise ValueError(f"unknown degree {name}; the degrees are dp, tp, pp and zero3")
+            if not isinstance(degree, int) or (degree < 1 and degree is not False):
+                raise ValueError(f"{name} is {degree!r}; expected a whole number of at least 1")
+        return value
 
 
 class Config(Section):
@@ -338,11 +360,14 @@ def setting_violations(c: Config) -> list[str]:
     for name in ("alpha", "targets"):
         if not c.lora.rank and getattr(c.lora, name) != getattr(LoraConfig(), name):
             out.append(f"lora.{name}: not used without lora.rank; set lora.rank, such as 16, or drop it")
-    for name in ("tp", "pp", "dp"):
-        if getattr(c.cluster, name) > 1:
-            out.append(
-                f"cluster.{name}: {getattr(c.cluster, name)} needs several devices; this version runs on one (use 1)"
-            )
+    if any(degree > 1 for degree in c.cluster.parallelism.values()):
+        degrees = ", ".join(f"{name} {degree}" for name, degree in c.cluster.parallelism.items())
+        out.append(f"cluster.parallelism: {degrees} needs several devices; this version runs on one (use 1)")
+    if c.cluster.layout not in (None, "cpu_1", "gpu_1"):
+        out.append(
+            "cluster.layout: describes more than one device; this version runs on one (use cpu_1 or gpu_1, or leave it"
+            " out)"
+        )
     if c.cluster.num_gpus is not None and c.cluster.num_gpus > 1:
         out.append(
             f"cluster.num_gpus: {c.cluster.num_gpus} was asked for; this version runs on one device (use 0 or 1)"

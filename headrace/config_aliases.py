@@ -38,7 +38,7 @@ ALIASES: dict[str, str] = {
 }
 
 STRUCTURED: dict[str, str] = {
-    "parallel_config": "degrees such as {tp: 1, pp: 1, dp: 1}; sets cluster.tp, cluster.pp, cluster.dp",
+    "parallel_config": "degrees such as {tp: 1, pp: 1, dp: 1}; sets cluster.parallelism",
     "device_map": "a device such as cuda:0, or one per model ({actor: cuda:0}); sets run.device",
     "gpu_group": "name of a group of devices; no effect on one device",
 }
@@ -146,12 +146,12 @@ def _expand(keyword: str, value: Any) -> dict[str, Any]:
 def _parallel_config(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"parallel_config: expected degrees such as {{'tp': 1, 'dp': 1}}, got {value!r}")
-    unknown = [str(k) for k in value if k not in ("tp", "pp", "dp")]
+    unknown = [str(k) for k in value if k not in ("tp", "pp", "dp", "zero3")]
     if unknown:
         raise ConfigError(
-            f"parallel_config: unknown degree {', '.join(unknown)}; the degrees are tp, pp and dp"
+            f"parallel_config: unknown degree {', '.join(unknown)}; the degrees are dp, tp, pp and zero3"
         )
-    return {f"cluster.{k}": v for k, v in value.items()}
+    return {"cluster.parallelism": dict(value)}
 
 
 def _one_device(value: Any) -> str:

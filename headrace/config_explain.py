@@ -39,7 +39,8 @@ class KeyInfo:
 
     @property
     def is_text(self) -> bool:
-        return str in self.kinds or all(isinstance(kind, str) for kind in self.kinds)
+        mapping = any(typing.get_origin(kind) is dict for kind in self.kinds)
+        return (not mapping and str in self.kinds) or all(isinstance(kind, str) for kind in self.kinds)
 
 
 @functools.cache
@@ -96,6 +97,10 @@ def _expected(field: FieldInfo, kinds: tuple[Any, ...], optional: bool) -> str:
         pattern = next((m.pattern for m in field.metadata if getattr(m, "pattern", None)), None)
         if pattern:
             text = f"text such as {field.description}"
+        elif any(typing.get_origin(other) is dict for other in kinds):
+            text = "text or a mapping"
+    elif typing.get_origin(kind) is dict:
+        text = "a mapping"
     else:
         text = "a list of " + {str: "texts", int: "whole numbers"}[typing.get_args(kind)[0]]
     return f"{text}, or null" if optional else text

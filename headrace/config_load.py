@@ -36,6 +36,7 @@ PATH_KEYS = (
     "critic.path",
     "reference.path",
     "algorithm.plugin",
+    "cluster.layout",
 )
 
 MOST_VALUES = 100_000  # of one YAML text, aliases written out

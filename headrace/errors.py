@@ -48,3 +48,11 @@ class RewardError(RunError):
 
 class AgentError(RunError):
     """An environment raised or returned something unusable; the message shows the episode."""
+
+
+class WorkerError(RunError):
+    """A worker process died, hung or raised; the message names its rank, host, the method and the cause."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code

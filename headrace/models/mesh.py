@@ -6,6 +6,7 @@ same rows. A mesh of one process has no groups, and every exchange gives back wh
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -53,7 +54,7 @@ class Parallelism:
 class Mesh:
     """This process's place in the grid. Ranks count along `tp` first, then `zero3`, `dp_replicate`, `pp`.
 
-    Made by every process of the default process group at the same time, also by those that are not in `ranks`.
+    Made by the processes in `ranks` at the same time, and by no others.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """`ranks`: global ranks in the order of the grid (default 0, 1, …). Raises ConfigError unless they fill it."""
+        """`ranks`: global ranks, ascending, that fill the grid (default: all). Raises ConfigError unless they do."""
         self.parallelism = parallelism or Parallelism()
         self.device = torch.device(device)
         p = self.parallelism
@@ -77,13 +78,13 @@ class Mesh:
                 f"parallelism: pp={p.pp} x dp_replicate={p.dp_replicate} x zero3={p.zero3} x tp={p.tp} is {p.size}"
                 f" processes, and there are {len(ranks)}"
             )
+        if any(a >= b for a, b in itertools.pairwise(ranks)):
+            # torch sorts the ranks of a group, and a rank's index in it must be its index on the axis
+            raise ConfigError(f"parallelism: the ranks of a mesh must ascend, and {list(ranks)} do not")
         grid = torch.tensor(list(ranks)).view(p.pp, p.dp_replicate, p.zero3, p.tp)
-        self.device_mesh = DeviceMesh(self.device.type, grid, mesh_dim_names=ALL_AXES)
-
-    @property
-    def is_member(self) -> bool:
-        """Whether this process is one of the grid; others only help to make it."""
-        return self.device_mesh is None or self.device_mesh.get_coordinate() is not None
+        if dist.get_rank() not in ranks:
+            raise ConfigError(f"parallelism: rank {dist.get_rank()} is none of the mesh's {list(ranks)}")
+        self.device_mesh = _device_mesh(self.device.type, grid)
 
     def size(self, axis: Axis) -> int:
         return int(getattr(self.parallelism, axis))
@@ -142,3 +143,17 @@ class Mesh:
                 dist.all_gather_object(parts, gathered, group)
                 gathered = [item for part in parts for item in part]
         return gathered
+
+
+def _device_mesh(device_type: str, grid: Tensor) -> DeviceMesh:
+    """The mesh of `grid` [one dimension for each axis, global ranks], with groups that its own ranks make alone.
+
+    torch's own constructor wants every rank of the world at every mesh, and a worker group has only its own ranks.
+    Each group has the ranks that differ in one coordinate; all ranks make theirs in the order of the axes.
+    """
+    here = (grid == dist.get_rank()).nonzero()[0].tolist()
+    groups = []
+    for axis in range(grid.dim()):
+        index = (*here[:axis], slice(None), *here[axis + 1 :])
+        groups.append(dist.new_group(grid[index].tolist(), use_local_synchronization=True))
+    return DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=ALL_AXES)

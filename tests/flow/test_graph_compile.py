@@ -216,8 +216,8 @@ def test_a_contradiction_of_settings_is_found_whoever_sets_them(parts: Any) -> N
     (only,) = problems(grpo(parts, min_new_tokens=300))
     assert "rollout.min_new_tokens: 300 is more than rollout.max_new_tokens" in only
     config = Config()
-    config.cluster.tp = 2
-    with pytest.raises(ConfigError, match=r"cluster\.tp"):
+    config.cluster.parallelism = {"tp": 2}
+    with pytest.raises(ConfigError, match=r"cluster\.parallelism"):
         sft_flow(config, parts[0]).compile()
 
 

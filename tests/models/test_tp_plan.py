@@ -80,7 +80,7 @@ def test_a_mesh_of_one_keeps_everything_whole() -> None:
     shards = Shards()
     assert torch.equal(shards.cut("w", whole), whole)
     assert shards.join("w", whole) is whole
-    assert (Mesh().most(3), Mesh().gather("x"), Mesh().is_member) == (3, ["x"], True)
+    assert (Mesh().most(3), Mesh().gather("x")) == (3, ["x"])
 
 
 def test_a_mesh_without_processes_is_refused() -> None:

@@ -211,7 +211,7 @@ def test_roles_are_described_not_loaded() -> None:
     "keywords, part",
     [
         ({"role": "judge"}, "role 'judge' is none of actor, reference, critic"),
-        ({"parallel_config": {"tp": 2}}, "cluster.tp: 2 needs several devices"),
+        ({"parallel_config": {"tp": 2}}, "cluster.parallelism: tp 2 needs several devices"),
         ({"parallel_config": {"dp": 1, "ep": 2}}, "unknown degree ep"),
         ({"parallel_config": 2}, "parallel_config: expected degrees"),
         ({"device_map": "cuda:0-3"}, "device_map: 'cuda:0-3'"),
@@ -230,4 +230,4 @@ def test_a_second_model_cannot_be_asked_onto_many_devices(arithmetic: Path) -> N
     trainer = headrace.RLTrainer(str(arithmetic / "model"), score, parallel_config={"tp": 2, "dp": 2})
     with pytest.raises(ConfigError) as caught:
         trainer.train(str(arithmetic / "train.jsonl"))
-    assert {v.split(":")[0] for v in caught.value.violations} == {"cluster.tp", "cluster.dp"}
+    assert {v.split(":")[0] for v in caught.value.violations} == {"cluster.parallelism"}

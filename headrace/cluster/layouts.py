@@ -1,0 +1,433 @@
+"""From the setting `cluster.layout` in any of its forms to a checked Placement, with every violation at once.
+
+Forms: the name of a template (`gpu_8`), a .yaml file, or a mapping. A mapping has some of the keys `device`, `nodes`,
+`groups`, `roles`, `communication` and `logging`, or is one of roles alone: `{"actor": {"gpu_group": "a", "parallelism":
+{"tp": 2, "dp": 32}}}` or `{"actor": "cuda:0-3"}`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.cluster.placement import (
+    ROLES,
+    Communication,
+    Group,
+    Host,
+    Logging,
+    Parallelism,
+    Placement,
+    RolePlacement,
+)
+from headrace.config import ClusterConfig
+from headrace.config_load import read_settings
+from headrace.errors import ConfigError
+
+PARTS = ("device", "nodes", "groups", "roles", "communication", "logging")
+LABELS = ("head", "master", "worker", "compute", "gpu", "cpu", "train", "trainer")
+"""What a node's `role` may also say: names of no effect that cluster files use."""
+LEVELS = ("debug", "info", "warning", "error")
+KEY = "cluster.layout"
+_DEVICES = re.compile(r"(?:(cuda|cpu|gpu)(?::|$))?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
+
+
+def templates() -> list[str]:
+    """The names of the layouts that come with headrace."""
+    folder = resources.files("headrace.cluster") / "templates"
+    return sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def template_for(num_gpus: int, *, separate: bool = False) -> str:
+    """The template that suits a number of GPUs; `separate` asks for groups that work at the same time."""
+    if num_gpus <= 1:
+        return ("cpu_1", "gpu_1")[num_gpus]
+    if num_gpus >= 16:
+        return "gpu_128"
+    return "gpu_8_split" if separate else "gpu_8"
+
+
+def resolve(
+    layout: str | Mapping[str, Any] | None = None,
+    *,
+    parallelism: Mapping[str, Any] | None = None,
+    num_gpus: int | None = None,
+    backend: str = "auto",
+    roles: Iterable[str] = ("actor",),
+    available: int | None = None,
+) -> Placement:
+    """The placement that the settings of section `cluster` describe, for a run with `roles`.
+
+    `parallelism` is that of every role that has none of its own. `num_gpus` replaces the layout's nodes, and picks a
+    template where there is no layout. A role of the run that the layout leaves out goes with the actor.
+    `available` is how many devices there are, where that is known. Raises ConfigError with all violations.
+    """
+    raw, problems = _read(layout, num_gpus, parallelism)
+    if problems:
+        raise ConfigError(problems)
+    draft = _Draft(raw, list(roles), _parallelism(parallelism, "cluster.parallelism", problems), problems)
+    placement = draft.placement(num_gpus)
+    if available is not None and placement.device == "cuda" and placement.world > available:
+        problems.append(f"{KEY}: needs {placement.world} GPUs; there are {available}")
+    if backend != "auto":
+        stated = placement.communication.backend
+        if stated not in ("auto", backend):
+            problems.append(f"cluster.communication_backend: is {backend}, but the layout says {stated}")
+        communication = replace(placement.communication, backend=backend)  # type: ignore[arg-type]
+        placement = replace(placement, communication=communication)
+    if placement.device == "cpu" and placement.backend == "nccl":
+        problems.append("cluster.communication_backend: nccl needs GPUs, and the layout has CPUs; use gloo")
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return placement
+
+
+def placement_of(
+    cluster: ClusterConfig, roles: Iterable[str], device: str = "auto", available: int | None = None
+) -> Placement:
+    """The placement that the section `cluster` describes for a run with `roles`, without groups it does not need.
+
+    `device` is `run.device`: `cpu` makes CPU processes of a parallelism that no layout stands with.
+    Raises ConfigError with all violations.
+    """
+    wanted = list(roles)
+    layout, num_gpus = cluster.layout, cluster.num_gpus
+    if layout is None and num_gpus is None and cluster.parallelism:
+        layout = {"device": "cpu" if device == "cpu" else "cuda", "roles": {"actor": {}}}
+    return resolve(
+        layout,
+        parallelism=cluster.parallelism,
+        num_gpus=num_gpus,
+        backend=cluster.communication_backend,
+        roles=wanted,
+        available=available,
+    ).limited(wanted)
+
+
+def _read(
+    layout: str | Mapping[str, Any] | None, num_gpus: int | None, parallelism: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The layout as a mapping of its parts, and what is wrong with it."""
+    if layout is None and num_gpus is None:
+        # the parallelism alone says how many devices there are
+        return ({"roles": {"actor": {}}} if parallelism else {"device": "cpu"}), []
+    if layout is None:
+        layout = template_for(num_gpus or 0)
+    if isinstance(layout, str):
+        if layout in templates():
+            file = resources.files("headrace.cluster") / "templates" / f"{layout}.yaml"
+            with resources.as_file(file) as path:
+                return read_settings(path), []
+        if not layout.endswith((".yaml", ".yml")):
+            close = difflib.get_close_matches(layout, templates(), 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(templates())}"
+            return {}, [f"{KEY}: '{layout}' is no template and no .yaml file; {hint}"]
+        layout = read_settings(Path(layout))
+    raw = dict(layout)
+    if "cluster" in raw and len(raw) == 1 and isinstance(raw["cluster"], Mapping):
+        raw = dict(raw["cluster"])
+    if raw and not raw.keys() & set(PARTS):
+        raw = {"roles": raw}
+    problems = []
+    for key in raw.keys() - set(PARTS):
+        problems.append(f"{KEY}.{key}: unknown part; there are {', '.join(PARTS)}")
+    return raw, problems
+
+
+@dataclass
+class _Draft:
+    """A layout on its way to a Placement; notes everything wrong in `problems`."""
+
+    raw: Mapping[str, Any]
+    used: list[str]
+    default: Mapping[str, int]
+    problems: list[str]
+    hosts: list[Host] = field(default_factory=list)
+    wanted: dict[str, Any] = field(default_factory=dict)
+    """Group → how many devices or which, as written."""
+    asked: dict[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    """Role → (group, degrees as written)."""
+
+    def placement(self, num_gpus: int | None) -> Placement:
+        groups = self.part("groups", Mapping)
+        self.wanted = {str(name): value for name, value in groups.items()}
+        self.read_nodes(num_gpus)
+        self.read_roles()
+        device = self.read_device(num_gpus)
+        made = self.make_groups()
+        roles = {
+            name: RolePlacement(group, self.fitted(name, degrees, made[group]))
+            for name, (group, degrees) in self.asked.items()
+        }
+        return Placement(
+            device, tuple(self.hosts), made, roles, self.read_communication(), self.read_logging()
+        )
+
+    def part(self, name: str, kind: type) -> Any:
+        value = self.raw.get(name)
+        if value is None:
+            return kind() if kind is not Mapping else {}
+        if not isinstance(value, kind):
+            noun = "a list" if kind is list else "a mapping"
+            self.problems.append(f"{KEY}.{name}: expected {noun}, got {value!r}")
+            return kind() if kind is not Mapping else {}
+        return value
+
+    def read_nodes(self, num_gpus: int | None) -> None:
+        for i, node in enumerate(self.part("nodes", list)):
+            key = f"{KEY}.nodes[{i}]"
+            if not isinstance(node, Mapping):
+                self.problems.append(f"{key}: expected name, count and gpus_per_node, got {node!r}")
+                continue
+            allowed = ("name", "count", "gpus_per_node", "devices_per_node", "role")
+            for name in node.keys() - set(allowed):
+                self.problems.append(f"{key}.{name}: unknown; a node has {', '.join(allowed)}")
+            count = self.whole(node.get("count", 1), f"{key}.count")
+            per = "devices_per_node" if "devices_per_node" in node else "gpus_per_node"
+            devices = self.whole(node.get(per, 1), f"{key}.{per}")
+            name = str(node.get("name", f"node-{i}"))
+            start = sum(h.devices for h in self.hosts)
+            self.hosts += [Host(name if count == 1 else f"{name}-{n}", devices) for n in range(count)]
+            for role in self.node_roles(node.get("role"), f"{key}.role"):
+                # a node that names a role is that role's group
+                self.wanted.setdefault(name, f"{start}-{start + count * devices - 1}")
+                self.asked[role] = (name, {})
+        names = [h.name for h in self.hosts]
+        for name in dict.fromkeys(n for n in names if names.count(n) > 1):
+            self.problems.append(f"{KEY}.nodes: the name '{name}' is given {names.count(name)} times")
+        if num_gpus is not None and num_gpus > 0:
+            if num_gpus > 8 and num_gpus % 8:
+                self.problems.append(
+                    f"cluster.num_gpus: {num_gpus} GPUs are no whole hosts of 8; describe the hosts in {KEY}.nodes"
+                )
+            many = max(1, num_gpus // 8)
+            self.hosts = [Host(f"host-{n}" if many > 1 else "host", num_gpus // many) for n in range(many)]
+
+    def node_roles(self, value: Any, key: str) -> list[str]:
+        names = [value] if isinstance(value, str) else list(value or [])
+        for name in names:
+            if name not in ROLES and name not in LABELS:
+                self.problems.append(f"{key}: unknown role {name!r}; the roles are {', '.join(ROLES)}")
+        return [name for name in names if name in ROLES]
+
+    def read_roles(self) -> None:
+        shared = next(iter(self.wanted), "all")
+        for name, value in self.part("roles", Mapping).items():
+            key = f"{KEY}.roles.{name}"
+            if name not in ROLES:
+                close = difflib.get_close_matches(str(name), ROLES, 1)
+                hint = f"did you mean {close[0]}?" if close else f"the roles are {', '.join(ROLES)}"
+                self.problems.append(f"{key}: unknown role; {hint}")
+                continue
+            if isinstance(value, str | int) and not isinstance(value, bool):
+                self.asked[name] = (self.group_of_devices(name, value, key), {})
+                continue
+            if not isinstance(value, Mapping):
+                self.problems.append(f"{key}: expected gpu_group and parallelism, or devices, got {value!r}")
+                continue
+            for other in value.keys() - {"gpu_group", "group", "parallelism"}:
+                self.problems.append(f"{key}.{other}: unknown; a role has gpu_group and parallelism")
+            group = str(value.get("gpu_group", value.get("group", shared)))
+            if self.part("groups", Mapping) and group not in self.wanted:
+                self.problems.append(
+                    f"{key}.gpu_group: there is no group '{group}'; there are {', '.join(self.wanted)}"
+                )
+            self.wanted.setdefault(group, None)
+            degrees = _parallelism(value.get("parallelism"), f"{key}.parallelism", self.problems)
+            self.asked[str(name)] = (group, degrees)
+        if "actor" not in self.asked:
+            self.wanted.setdefault(shared, None)
+            self.asked["actor"] = (next(iter(self.asked.values()))[0] if self.asked else shared, {})
+        for name in self.used:
+            if name not in ROLES:
+                self.problems.append(f"{KEY}.roles.{name}: unknown role; the roles are {', '.join(ROLES)}")
+            else:
+                self.asked.setdefault(name, self.asked["actor"])
+
+    def group_of_devices(self, role: str, value: str | int, key: str) -> str:
+        """The group that has just these devices; roles with the same ones share it."""
+        numbers = self.numbers(value, key)
+        for name, other in self.wanted.items():
+            if isinstance(other, list) and other == numbers:
+                return name
+        self.wanted[role] = numbers
+        return role
+
+    def read_device(self, num_gpus: int | None) -> Literal["cpu", "cuda"]:
+        stated = self.raw.get("device")
+        if stated not in (None, "cpu", "cuda"):
+            self.problems.append(f"{KEY}.device: {stated!r} is none of cpu, cuda")
+        named: set[Any] = {
+            "cpu" if "cpu" in str(v) else "cuda"
+            for v in self.part("roles", Mapping).values()
+            if isinstance(v, str) and re.match("cpu|cuda|gpu", v)
+        }
+        if len(named | ({stated} if stated else set())) > 1:
+            self.problems.append(f"{KEY}: some devices are CPUs and some GPUs; use one kind")
+        if num_gpus is not None:
+            return "cpu" if num_gpus == 0 else "cuda"
+        return "cpu" if "cpu" in (named or {stated}) else "cuda"
+
+    def make_groups(self) -> dict[str, Group]:
+        """Groups that say which devices first, then those that say how many, in order, from those left."""
+        total = sum(h.devices for h in self.hosts)
+        taken: dict[int, str] = {}
+        given: dict[str, list[int]] = {}
+        for name, value in self.wanted.items():
+            if isinstance(value, list) or (isinstance(value, str) and not _is_share(value)):
+                given[name] = self.numbers(value, f"{KEY}.groups.{name}")
+                both: dict[str, list[int]] = {}
+                for number in given[name]:
+                    if number in taken:
+                        both.setdefault(taken[number], []).append(number)
+                    taken.setdefault(number, name)
+                for other, numbers in both.items():
+                    self.problems.append(
+                        f"{KEY}.groups.{name}: overlaps group '{other}' on device {_listed(numbers)}"
+                        if other != name
+                        else f"{KEY}.groups.{name}: names device {_listed(numbers)} twice"
+                    )
+        sizes = {name: self.size(name, total) for name in self.wanted if name not in given}
+        highest = max([*taken, -1]) + 1
+        needed = max(highest, len(taken) + sum(sizes.values()))
+        if not self.hosts:
+            self.hosts = [Host("localhost", needed)]
+        elif needed > total:
+            parts = [f"{name}: {n}" for name, n in sizes.items()]
+            parts += [f"{name}: {_listed(numbers)}" for name, numbers in given.items()]
+            self.problems.append(
+                f"{KEY}.groups: need {needed} devices, but the nodes have {total} ({'; '.join(parts)})"
+            )
+        free = iter(n for n in range(needed + len(taken)) if n not in taken)
+        for name, size in sizes.items():
+            given[name] = [next(free) for _ in range(size)]
+        out = {name: Group(name, tuple(dict.fromkeys(given[name]))) for name in self.wanted}
+        # hosts that are too few were noted above; seats need one for every device
+        short = max([n for numbers in given.values() for n in numbers], default=0) + 1
+        if self.hosts and short > sum(h.devices for h in self.hosts):
+            self.hosts[-1] = replace(self.hosts[-1], devices=self.hosts[-1].devices + short)
+        return out
+
+    def size(self, name: str, total: int) -> int:
+        """How many devices a group is to have."""
+        value, key = self.wanted[name], f"{KEY}.groups.{name}"
+        if value is None:
+            products = {
+                role: _product(degrees or self.default)
+                for role, (group, degrees) in self.asked.items()
+                if group == name
+            }
+            explicit = [n for n in products.values() if n is not None]
+            alone = total > 0 and len(self.wanted) == 1
+            if alone and not any("dp" in (d or self.default) for _, d in self.asked.values()):
+                return total
+            return explicit[0] if explicit else 1
+        if isinstance(value, str):
+            share = Fraction(1) if value == "all" else Fraction(value)
+            if (share * total).denominator != 1 or share * total < 1:
+                self.problems.append(f"{key}: {value} of {total} devices is no whole number of them")
+            return max(1, int(share * total))
+        return self.whole(value, key)
+
+    def fitted(self, role: str, written: Mapping[str, int], group: Group) -> Parallelism:
+        """The degrees of a role, with dp filled up to the size of its group where it was left out."""
+        key = f"{KEY}.roles.{role}.parallelism" if written else "cluster.parallelism"
+        degrees = dict(written or self.default)
+        tp, pp, zero3 = degrees.get("tp", 1), degrees.get("pp", 1), degrees.get("zero3", 1)
+        dp = degrees.get("dp") or max(1, group.size // (tp * pp))
+        if dp * tp * pp != group.size and group.devices:
+            self.problems.append(
+                f"{key}: dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp} ranks for the {role}, but group '{group.name}'"
+                f" has {group.size} device{'s' * (group.size != 1)}"
+            )
+        zero3 = zero3 or dp
+        if dp % zero3:
+            self.problems.append(f"{key}: zero3 {zero3} does not divide dp {dp}")
+        return Parallelism(dp, tp, pp, zero3)
+
+    def numbers(self, value: Any, key: str) -> list[int]:
+        """The device numbers that `cuda:0-3`, `0,2-3`, 2 or a list of such mean."""
+        if isinstance(value, list):
+            return [n for v in value for n in self.numbers(v, key)]
+        match = _DEVICES.fullmatch(str(value).replace(" ", ""))
+        if match is None or isinstance(value, bool | float):
+            self.problems.append(f"{key}: {value!r} names no devices; write them as cuda:0-3")
+            return []
+        out: list[int] = []
+        for part in (match[2] or "0").split(","):
+            first, _, last = part.partition("-")
+            if int(last or first) < int(first) or int(last or first) > 10**6:
+                self.problems.append(f"{key}: {value!r} is no range; write it as cuda:0-3")
+                return []
+            out += range(int(first), int(last or first) + 1)
+        return out
+
+    def whole(self, value: Any, key: str) -> int:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 10**6:
+            return value
+        self.problems.append(f"{key}: expected a whole number of at least 1, got {value!r}")
+        return 1
+
+    def read_communication(self) -> Communication:
+        raw, key = self.part("communication", Mapping), f"{KEY}.communication"
+        for name in raw.keys() - {"backend", "rdma_enabled"}:
+            self.problems.append(f"{key}.{name}: unknown; there are backend and rdma_enabled")
+        backend, rdma = raw.get("backend", "auto"), raw.get("rdma_enabled", True)
+        if backend not in ("auto", "nccl", "gloo"):
+            self.problems.append(f"{key}.backend: {backend!r} is none of auto, nccl, gloo")
+            backend = "auto"
+        if not isinstance(rdma, bool):
+            self.problems.append(f"{key}.rdma_enabled: expected true or false, got {rdma!r}")
+        return Communication(backend, rdma is True)
+
+    def read_logging(self) -> Logging:
+        raw, key = self.part("logging", Mapping), f"{KEY}.logging"
+        for name in raw.keys() - {"level", "save_dir"}:
+            self.problems.append(f"{key}.{name}: unknown; there are level and save_dir")
+        level, folder = str(raw.get("level", "info")).lower(), raw.get("save_dir")
+        if level not in LEVELS:
+            self.problems.append(f"{key}.level: {level!r} is none of {', '.join(LEVELS)}")
+        return Logging(level, None if folder is None else str(folder))
+
+
+def _parallelism(raw: Any, key: str, problems: list[str]) -> dict[str, int]:
+    """The degrees as written; zero3 is 0 for `true`, which is as many as dp."""
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        problems.append(f"{key}: expected degrees such as {{tp: 2, dp: 4}}, got {raw!r}")
+        return {}
+    out: dict[str, int] = {}
+    for name, value in raw.items():
+        if name not in ("dp", "tp", "pp", "zero3"):
+            problems.append(f"{key}.{name}: unknown degree; the degrees are dp, tp, pp and zero3")
+        elif name == "zero3" and isinstance(value, bool):
+            out["zero3"] = 0 if value else 1
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
+            problems.append(f"{key}.{name}: expected a whole number of at least 1, got {value!r}")
+        else:
+            out[str(name)] = value
+    if out.get("zero3", 0) > 1 and "dp" not in out:
+        out["dp"] = out["zero3"]
+    return out
+
+
+def _product(degrees: Mapping[str, int]) -> int | None:
+    """Ranks that the degrees need, or None where nothing was said."""
+    if not degrees:
+        return None
+    return degrees.get("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1)
+
+
+def _is_share(value: str) -> bool:
+    return value == "all" or re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", value) is not None
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")

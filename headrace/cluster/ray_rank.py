@@ -1,0 +1,159 @@
+"""One rank as a Ray actor: the process around a Worker, its log file, its environment and its process groups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from headrace.cluster.faults import failure_report, position
+from headrace.cluster.wire import Message, plain_bytes, plain_value
+from headrace.cluster.worker import Site, Worker
+
+Wire = tuple[bytes, list[np.ndarray]]
+"""A Message as Ray carries it: JSON, and arrays that it moves as raw buffers."""
+
+
+def to_wire(message: Message) -> Wire:
+    return plain_bytes(message.header, "a message"), list(message.buffers)
+
+
+def from_wire(wire: Wire) -> Message:
+    return Message(plain_value(wire[0]), wire[1])
+
+
+class RankProcess:
+    """What the controller's Ray actor is. Orders run on one thread; `serve`, `plan` and `where` on others."""
+
+    def __init__(self, setup: bytes) -> None:
+        """`setup`: the rank's place in the cluster as JSON (see RayExecutor)."""
+        self.setup = plain_value(setup)
+        self._open_log()
+        self.worker: Worker | None = None
+        self.store: Any = None
+        self.thread: int | None = None
+        self.failed = False
+
+    def _open_log(self) -> None:
+        """Everything this process writes, also from C++, goes to the file of its rank."""
+        path = Path(self.setup["log"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as log:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        form = f"%(asctime)s rank {self.setup['rank']} %(levelname)s %(name)s: %(message)s"
+        logging.basicConfig(level=self.setup["log_level"].upper(), format=form, force=True)
+
+    def open_store(self) -> tuple[str, int]:
+        """Binds the port that the ranks meet at, then says which it is; nobody can take it in between."""
+        host = self.setup["address"] or _own_address()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listening:
+            listening.bind((host, 0))
+            listening.listen(2048)
+            port = listening.getsockname()[1]
+            self.store = dist.TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=self.setup["timeout_s"]),
+                master_listen_fd=listening.detach(),
+            )
+        return host, port
+
+    def join(self, host: str, port: int) -> str:
+        """Forms the process group of all ranks and those of the placement's groups; returns this host's name."""
+        s = self.setup
+        timeout = timedelta(seconds=s["timeout_s"])
+        device = "cpu"
+        if s["device"] == "cuda":
+            # Ray shows each rank its own GPU only
+            device = "cuda:0"
+            torch.cuda.set_device(0)
+        store = self.store or dist.TCPStore(host, port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            s["backend"], store=store, rank=s["rank"], world_size=s["world"], timeout=timeout
+        )
+        mine = None
+        for name, ranks in s["groups"].items():
+            made = dist.new_group(ranks, timeout=timeout)
+            mine = made if name == s["group"] else mine
+        site = Site(
+            s["rank"],
+            s["world"],
+            s["group"],
+            s["group_rank"],
+            tuple(s["groups"][s["group"]]),
+            socket.gethostname(),
+            device,
+            process_group=mine,
+        )
+        self.worker = Worker(site, self)
+        return site.host
+
+    def run(self, order: bytes) -> bytes:
+        """Carries an order out. A failure is returned, not raised, so that no pickled exception leaves the process."""
+        self.thread = threading.get_ident()
+        if self.setup["device"] == "cuda":
+            torch.cuda.set_device(0)  # it is a setting of the thread
+        if self.failed or self.worker is None:
+            return plain_bytes({"error": {"cause": "not ready", "time": time.time(), "secondary": True}}, "")
+        try:
+            return self.worker.run(order)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the border of the process: all goes to the controller
+            self.failed = True
+            report = failure_report(error)
+            logging.getLogger(__name__).error("%s", report.pop("traceback"))
+            return plain_bytes({"error": report}, "a failure")
+
+    def serve(self, topic: str, wire: Wire) -> Wire:
+        """Rows for another worker (or for the controller, where it asks for them)."""
+        if self.worker is None:
+            raise RuntimeError("this rank has not joined yet")
+        return to_wire(self.worker.serve(topic, from_wire(wire)))
+
+    def where(self) -> bytes:
+        """What the thread of the orders is doing, for the controller to find a rank that hangs."""
+        doing = None if self.worker is None else self.worker.current
+        return plain_bytes(position(self.thread, doing), "a position")
+
+    def leave(self) -> None:
+        """Lets go of the process groups, and of what they hold in shared memory."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def ask(self, requests: Sequence[tuple[int, str, Message]]) -> list[Message]:
+        """Peers.ask: straight from rank to rank."""
+        import ray
+
+        refs = []
+        for rank, topic, message in requests:
+            peer = ray.get_actor(actor_name(self.setup["run"], rank), namespace=self.setup["namespace"])
+            options = peer.serve.options(concurrency_group="plan" if topic == "plan" else "rows")
+            refs.append(options.remote(topic, to_wire(message)))
+        return [from_wire(answer) for answer in ray.get(refs)]
+
+
+def _own_address() -> str:
+    """The address by which the other hosts of the Ray cluster reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def actor_name(run: str, rank: int) -> str:
+    return f"{run}-rank-{rank}"
