@@ -267,7 +267,9 @@ def check_placement(flow: CheckedFlow) -> None:
     if "rollout" in placement.roles:
         rollout, actor = placement.roles["rollout"], placement.roles["actor"]
         if rollout != actor and flow.config.lora.rank:
-            problems.append("lora.rank: an actor with adapters generates in the layout that it trains in so far")
+            problems.append(
+                "lora.rank: an actor with adapters generates in the layout that it trains in so far"
+            )
     if problems:
         raise ConfigError(problems)
 

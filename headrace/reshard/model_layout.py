@@ -42,17 +42,27 @@ def same_layout(source: ModelRanks, target: ModelRanks) -> bool:
 
 @dataclass(frozen=True)
 class ModelOutline:
-    """A model's parameters as whole tensors, by their names in `hf` (tied ones once), and the dimensions that tp cuts."""
+    """A model's parameters as whole tensors, by their names in `hf` (tied ones once), the dimensions that tp cuts, and
+    the ranks along pp that have a parameter (a name that is missing: all of them)."""
 
     parameters: Described
     dims: Mapping[str, int]
+    stages: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Backbone) -> ModelOutline:
         """Of a model on a mesh or on one device; its parameters may have no memory."""
-        own = dict(model.hf.named_parameters())
-        parameters = {n: (tuple(model.shards.shape(n, p)), p.dtype) for n, p in own.items()}
-        return cls(parameters, dict(model.shards.dims))
+        own, shards = dict(model.hf.named_parameters()), model.shards
+        kind = next(iter(own.values())).dtype  # of layers that other ranks have; there is one dtype
+        names = shards.shapes if shards.mesh.size("pp") > 1 else own
+        parameters = {
+            n: (
+                tuple(shards.shape(n, own[n]) if n in own else shards.shapes[n]),
+                own[n].dtype if n in own else kind,
+            )
+            for n in names
+        }
+        return cls(parameters, dict(shards.dims), dict(shards.stages))
 
     def layout(self, where: ModelRanks, world: int) -> Layout:
         """Which box of every parameter each of `world` global ranks holds: what `Shards.ranges` says on each."""
@@ -64,14 +74,22 @@ class ModelOutline:
             return found | ({"zero3": Shard(0)} if self.parameters[name][0] else {})
 
         order = [*(axis for axis in ALL_AXES if axis != "zero3"), "zero3"]
-        return Layout.on_mesh(self.parameters, mesh, placements, order=order, world=world)
+        every = tuple(range(p.pp))
+        return Layout.on_mesh(
+            self.parameters,
+            mesh,
+            placements,
+            order=order,
+            stages=lambda name: self.stages.get(name, every),
+            world=world,
+        )
 
     def plain(self) -> dict[str, Any]:
         """For `from_plain` in another process; JSON."""
         kinds = {n: [list(s), str(d).removeprefix("torch.")] for n, (s, d) in self.parameters.items()}
-        return {"parameters": kinds, "dims": dict(self.dims)}
+        return {"parameters": kinds, "dims": dict(self.dims), "stages": dict(self.stages)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> ModelOutline:
         kinds = {n: (tuple(s), getattr(torch, d)) for n, (s, d) in plain["parameters"].items()}
-        return cls(kinds, plain["dims"])
+        return cls(kinds, plain["dims"], {n: tuple(on) for n, on in plain["stages"].items()})

@@ -223,7 +223,10 @@ class Actor(LanguageModelRole):
 
     @stage(reads=("input_ids", "response_mask"), writes=("logprobs",), optional=ROLLOUT_LOGPROBS)
     def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """The trainer's own log-probabilities of the sampled tokens, before this step's updates."""
+        """The trainer's own log-probabilities of the sampled tokens, before this step's updates.
+
+        None on pipeline ranks without the last layers, here and in every stage that asks a model.
+        """
         out = self.engine.outputs(batch)
         if out.logprobs is not None and "rollout_logprobs" in batch:
             context.metrics.merge(logprob_gap(out.logprobs, rollout_reference(batch), batch["response_mask"]))
@@ -245,7 +248,10 @@ class Actor(LanguageModelRole):
         updates = update_batches(batch, context)
         if len(updates) > 1 and "logprobs" not in batch:
             # several updates need the log-probabilities from before the first
-            batch = batch.with_columns(self.logprobs(batch, context))
+            own = {
+                name: column for name, column in self.logprobs(batch, context).items() if column is not None
+            }
+            batch = batch.with_columns(own)
             updates = update_batches(batch, context)
         measure_gap = "logprobs" not in batch
         loss = PolicyLoss(config.algorithm, measure_gap=measure_gap, kl_coefficient=context.kl_coefficient)
