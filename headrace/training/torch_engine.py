@@ -41,8 +41,8 @@ class TorchEngine(TrainingEngine):
 
     On a mesh every process of it calls the same methods at the same time, each data-parallel rank with its own rows
     (any number, also none), pp and tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is
-    the sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the gradient
-    norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
+    the sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the
+    gradient norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
     """
 
     def __init__(

@@ -88,5 +88,3 @@ def test_meshes_that_cannot_be() -> None:
             Mesh(Degrees(tp=2), ranks=[2, 1])
         with pytest.raises(ConfigError, match=r"rank 1 is none of the mesh's \[2, 3\]"):
             Mesh(Degrees(tp=2), ranks=[2, 3])
-        with pytest.raises(ConfigError, match="pp 2"):
-            mesh_of(site(Parallelism(dp=2, pp=2), 1, 0))
