@@ -106,7 +106,7 @@ LAYOUTS = {
     "dp2xtp2xpp2": "cluster.parallelism={dp: 2, tp: 2, pp: 2}",
     "split": "cluster=cpu_4_split",
     # training, and the other rollout, on devices of their own
-    "apart": "cluster={device: cpu, groups: {train: 2, others: 1}, roles: {actor: {gpu_group: train, parallelism:"
+    "apart": "cluster.layout={device: cpu, groups: {train: 2, others: 1}, roles: {actor: {gpu_group: train, parallelism:"
     " {zero3: 2}}, rollout: {gpu_group: others}, critic: {gpu_group: train}, reference: {gpu_group: others}}}",
 }
 
