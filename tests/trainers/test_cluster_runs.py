@@ -60,7 +60,8 @@ def metrics(directory: Path) -> list[dict[str, float]]:
             {
                 k: v
                 for k, v in line.items()
-                if not k.startswith(("time", "memory", "gap/", "advantage/mean")) and not k.endswith("_per_s")
+                if not k.startswith(("time", "memory", "gap/", "advantage/mean", "cluster/", "sync/"))
+                and not k.endswith("_per_s")
             }
         )
     return kept
