@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-ROLES = ("actor", "critic", "reference", "reward_model", "rollout")
-
 
 @dataclass(frozen=True)
 class Parallelism:

@@ -23,7 +23,7 @@ from headrace.errors import ConfigError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.graph import Stage
 from headrace.flow.prepare import updates_of
-from headrace.flow.remote import describe_function, describe_role
+from headrace.flow.remote import check_functions, describe_function, describe_role
 from headrace.flow.runtime import LocalRuntime, Rows, Runtime, Started, Writer, named_roles
 from headrace.models.shape import read_shape
 from headrace.observe.metrics import MetricSums
@@ -96,6 +96,8 @@ class ClusterRuntime(Runtime):
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         given = _handle(rows)
+        if stage.role is not None and stage.spec.trains:
+            stage.role.trained_away()
         method = stage.role is not None
         group = self.groups[self._names[id(stage.role)]] if method else self._home
         function = stage.function.__name__ if method else _function_name(flow, stage)
@@ -150,6 +152,7 @@ class ClusterRuntime(Runtime):
 
     def save_model(self, role: Role, path: Path) -> Path:
         self.groups[self._names[id(role)]].call("save_model", arguments={"path": str(path.resolve())})
+        role.trained_at = path.resolve()
         return path
 
 
@@ -209,7 +212,8 @@ def check_placement(flow: CheckedFlow) -> None:
     placement = flow.placement
     if placement.world == 1:
         return
-    problems, sizes = [], {}
+    problems: list[str] = check_functions(flow)
+    sizes = {}
     for role in flow.roles:
         c = role.model_config
         shape = read_shape(str(c.path), role.key, c.trust_remote_code)

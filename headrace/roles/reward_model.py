@@ -68,7 +68,7 @@ class RewardModel(ReaderRole):
 
     def _load(self, needs_head: bool) -> ScalarModel:
         c, device = self.model_config, resolve_device(self.device_name)
-        dtype, path = resolve_dtype(c.dtype, device), str(c.path)
+        dtype, path = resolve_dtype(c.dtype, device), self.source
         if (
             path.endswith(".gguf") and not needs_head and self.mesh is None
         ):  # transformers reads these files as language models only
