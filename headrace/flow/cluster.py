@@ -50,6 +50,7 @@ class ClusterRuntime(Runtime):
         self.trained: dict[str, Role] = {}
         self.home: WorkerGroup | None = None
         self._names: dict[int, str] = {}
+        self._brought: tuple[Handle, Handle] | None = None
 
     def prepare(self, flow: CheckedFlow, total_steps: int, skip: Iterable[Role] = ()) -> None:
         roles, trained = named_roles(flow)
@@ -126,7 +127,17 @@ class ClusterRuntime(Runtime):
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         handle = _handle(rows).select(names)
-        return fetch(self.executor, handle) if row is None else fetch_row(self.executor, handle, row)
+        if row is None:
+            return fetch(self.executor, handle)
+        return fetch_row(self.executor, self._brought_together(handle), row)
+
+    def _brought_together(self, handle: Handle) -> Handle:
+        """Columns shared out in one way, for rows to have one number: what came of another group's was moved."""
+        if len({stored.layout.number for stored in handle.stored.values()}) == 1:
+            return handle
+        if self._brought is None or self._brought[0] != handle:
+            self._brought = handle, self.settle(handle)
+        return self._brought[1]
 
     # state
 

@@ -43,7 +43,10 @@ def main():
 
 @pytest.fixture
 def script(arithmetic: Path) -> Path:
-    (arithmetic / "neighbour.py").write_text("def bonus(completion):\n    return 2.0 + completion.count(\"1\")\n")
+    neighbour = "def bonus(completion):\n    return 2.0 + sum(c in '02468' for c in completion)\n"
+    (arithmetic / "neighbour.py").write_text(neighbour)
+        'def bonus(completion):\n    return 2.0 + completion.count("1")\n'
+    )
     file = arithmetic / "script.py"
     file.write_text(f'{SCRIPT}\n\nif __name__ == "__main__":\n    main()\n')
     return file
