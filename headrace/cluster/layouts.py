@@ -200,7 +200,13 @@ class _Draft:
             for name, (group, degrees) in self.asked.items()
         }
         return Placement(
-            device, tuple(self.hosts), made, roles, self.read_communication(), self.read_logging()
+            device,
+            tuple(self.hosts),
+            made,
+            roles,
+            self.read_communication(),
+            self.read_logging(),
+            hosts_named=bool(self.raw.get("nodes")) and num_gpus is None,
         )
 
     def part(self, name: str, kind: type) -> Any:

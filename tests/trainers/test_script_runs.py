@@ -45,8 +45,6 @@ def main():
 def script(arithmetic: Path) -> Path:
     neighbour = "def bonus(completion):\n    return 2.0 + sum(c in '02468' for c in completion)\n"
     (arithmetic / "neighbour.py").write_text(neighbour)
-        'def bonus(completion):\n    return 2.0 + completion.count("1")\n'
-    )
     file = arithmetic / "script.py"
     file.write_text(f'{SCRIPT}\n\nif __name__ == "__main__":\n    main()\n')
     return file
