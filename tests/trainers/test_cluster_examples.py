@@ -1,0 +1,116 @@
+"""The files of examples/cluster: what they mean, and (slow) that they run; one on a Ray cluster of three nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headrace.cluster.layouts import placement_of
+from headrace.config_load import load_config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ROLES = ("actor", "rollout", "critic", "reference", "reward_model")
+WORLDS = {"grpo_colocated": 2, "ppo_four_groups": 4, "reward_model_group": 3}
+
+
+def test_every_example_is_known() -> None:
+    assert {f.stem for f in (EXAMPLES / "cluster").glob("*.yaml")} == WORLDS.keys()
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_they_mean(name: str) -> None:
+    config = load_config(EXAMPLES / "cluster" / f"{name}.yaml")
+    p = placement_of(config.cluster, ROLES)
+    assert (p.device, p.world) == ("cpu", WORLDS[name])
+    assert p.apart("actor", "reward_model") == (name != "grpo_colocated")
+    assert not p.apart("actor", "rollout")
+    assert config.reward.function is not None
+    assert Path(config.reward.function.partition(":")[0]).is_file()
+
+
+def headrace(folder: Path, *arguments: str, **environment: str) -> None:
+    """A command in a process of its own, since it is Ray's for as long as that is in use."""
+    inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    inherited["PYTHONPATH"] = str(EXAMPLES.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace", *arguments],
+        cwd=folder,
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the examples start from, trained for two steps."""
+    folder = tmp_path_factory.mktemp("examples")
+    python = {"cwd": folder, "check": True, "env": {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}}
+    subprocess.run([sys.executable, str(EXAMPLES / "rlhf/make_task.py")], **python)  # type: ignore[call-overload]
+    code = "import task; from pathlib import Path; task.make(Path('demo_run/task'))"
+    python["env"]["PYTHONPATH"] += f":{EXAMPLES}/arithmetic"  # type: ignore[index]
+    subprocess.run([sys.executable, "-c", code], **python)  # type: ignore[call-overload]
+    for command, file in (
+        ("sft", "arithmetic/sft"),
+        ("sft", "rlhf/sft"),
+        ("reward-model", "rlhf/reward_model"),
+    ):
+        headrace(folder, command, str(EXAMPLES / f"{file}.yaml"), "train.steps=2", "eval.limit_rows=10")
+    return folder
+
+
+@pytest.fixture
+def three_nodes() -> Iterator[str]:
+    """The address of a Ray cluster with 2, 1 and 1 CPUs, each a node of its own."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20},
+    )
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
+def metrics(folder: Path, run: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_they_run(made: Path, name: str) -> None:
+    headrace(made, "train", str(EXAMPLES / f"cluster/{name}.yaml"), "train.steps=2")
+    run = "demo_run" if name == "grpo_colocated" else "rlhf_run"
+    assert len(list((made / run / name / "logs").iterdir())) == WORLDS[name]
+    assert (made / run / name / "model/model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_four_groups_on_three_nodes_give_what_one_process_gives(made: Path, three_nodes: str) -> None:
+    file = str(EXAMPLES / "cluster/ppo_four_groups.yaml")
+    headrace(
+        made,
+        "train",
+        file,
+        "train.steps=3",
+        "run.name=nodes",
+        RAY_ADDRESS=three_nodes,
+        RAY_AUTH_MODE="disabled",
+    )
+    headrace(made, "train", str(EXAMPLES / "rlhf/ppo.yaml"), "train.steps=3", "run.name=alone")
+    nodes, alone = metrics(made, "rlhf_run/nodes"), metrics(made, "rlhf_run/alone")
+    for key in ("reward/mean", "reward/repeated_fraction", "critic/loss", "actor/grad_norm"):
+        ours, theirs = ([step.get(key) for step in run] for run in (nodes, alone))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-4), key
