@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,19 +36,24 @@ def test_what_they_mean(name: str) -> None:
     assert Path(config.reward.function.partition(":")[0]).is_file()
 
 
-def headrace(folder: Path, *arguments: str, **environment: str) -> None:
+def started(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
     """A command in a process of its own, since it is Ray's for as long as that is in use."""
     inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     inherited["PYTHONPATH"] = str(EXAMPLES.parent)
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "headrace", *arguments],
         cwd=folder,
         env={**inherited, **environment},
-        capture_output=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=500,
     )
-    assert done.returncode == 0, done.stderr
+
+
+def headrace(folder: Path, *arguments: str, **environment: str) -> None:
+    command = started(folder, *arguments, **environment)
+    said = command.communicate(timeout=500)[1]
+    assert command.returncode == 0, said
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +75,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def three_nodes() -> Iterator[str]:
-    """The address of a Ray cluster with 2, 1 and 1 CPUs, each a node of its own."""
+def three_nodes() -> Iterator[Any]:
+    """A Ray cluster with 2, 1 and 1 CPUs, each a node of its own."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(
@@ -79,7 +86,7 @@ def three_nodes() -> Iterator[str]:
     try:
         for _ in range(2):
             cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        yield cluster.address
+        yield cluster
     finally:
         cluster.shutdown()
 
@@ -98,9 +105,9 @@ def test_they_run(made: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_four_groups_on_three_nodes_give_what_one_process_gives(made: Path, three_nodes: str) -> None:
+def test_four_groups_on_three_nodes_give_what_one_process_gives(made: Path, three_nodes: Any) -> None:
     short = ["train.steps=3", "critic.warmup_steps=1"]
-    joined = {"RAY_ADDRESS": three_nodes, "RAY_AUTH_MODE": "disabled"}
+    joined = {"RAY_ADDRESS": three_nodes.address, "RAY_AUTH_MODE": "disabled"}
     headrace(
         made, "train", str(EXAMPLES / "cluster/ppo_four_groups.yaml"), *short, "run.name=nodes", **joined
     )
@@ -113,3 +120,32 @@ def test_four_groups_on_three_nodes_give_what_one_process_gives(made: Path, thre
     assert set().union(*ours) == keys
     for one, other in zip(ours, theirs, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_node_that_is_gone_ends_the_run_by_name(made: Path, three_nodes: Any) -> None:
+    more = ["train.steps=1000", "run.name=killed", "checkpoint.every_steps=1"]
+    command = started(
+        made,
+        "train",
+        str(EXAMPLES / "cluster/ppo_four_groups.yaml"),
+        *more,
+        RAY_ADDRESS=three_nodes.address,
+        RAY_AUTH_MODE="disabled",
+    )
+    try:
+        folder = made / "rlhf_run/killed"
+        deadline = time.monotonic() + 300
+        while not (folder / "checkpoints/latest").exists():
+            assert command.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        three_nodes.remove_node(next(iter(three_nodes.worker_nodes)), allow_graceful=False)
+        said = command.communicate(timeout=60)[1]
+    finally:
+        command.kill()
+    assert command.returncode == 1
+    (error,) = [line for line in said.splitlines() if line.startswith("headrace: ")]
+    for part in ("rank ", "failed: its process died", "its log is "):
+        assert part in error
+    assert list(folder.glob("checkpoints/step_*"))
