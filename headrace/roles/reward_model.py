@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
@@ -98,9 +96,9 @@ class RewardModel(ReaderRole):
         first, same_as = equal_rows(batch)
         if not context.evaluation:
             context.metrics.add("reward/repeated_fraction", batch.num_rows - len(first), batch.num_rows)
-        if len(first) == batch.num_rows:
-            return {"reward_model_score": self._scores(batch)}
-        return {"reward_model_score": self._scores(batch.select(first))[same_as]}
+        once = batch if len(first) == batch.num_rows else batch.select(first)
+        scores = self.engine.outputs(once).scores  # None where another stage of a pipeline has them
+        return {"reward_model_score": None if scores is None else scores[same_as]}
 
     @stage(
         reads=PAIR_COLUMNS,
@@ -120,12 +118,6 @@ class RewardModel(ReaderRole):
         """Loss, accuracy and margin on held-out pairs."""
         context.metrics.merge(PreferenceLoss("eval").measure(self.engine.outputs(batch), batch))
         context.metrics.add_total("eval/rows", batch.num_rows // 2)
-
-    def _scores(self, batch: Batch) -> torch.Tensor:
-        scores = self.engine.outputs(batch).scores
-        if scores is None:
-            raise RuntimeError("reward_model: its engine gave no scores")
-        return scores
 
     def save(self, path: str | Path, *, writes: bool = True) -> Path:
         """Writes the model and tokenizer as a Hugging Face sequence-classification folder."""
