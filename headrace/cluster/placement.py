@@ -11,8 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-ROLES = ("actor", "critic", "reference", "reward_model", "rollout")
-
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -117,6 +115,8 @@ class Placement:
     roles: Mapping[str, RolePlacement]
     communication: Communication = field(default_factory=Communication)
     logging: Logging = field(default_factory=Logging)
+    hosts_named: bool = True
+    """Whether the hosts were described; else they are what there is where the run starts."""
 
     @property
     def world(self) -> int:

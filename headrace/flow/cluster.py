@@ -24,7 +24,7 @@ from headrace.errors import ConfigError, WorkerError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.graph import Stage
 from headrace.flow.prepare import updates_of
-from headrace.flow.remote import describe_function, describe_role
+from headrace.flow.remote import check_functions, describe_function, describe_role
 from headrace.flow.rollout_group import RolloutGroup
 from headrace.flow.runtime import LocalRuntime, Rows, Runtime, Started, Writer, named_roles
 from headrace.models.shape import read_shape
@@ -55,6 +55,7 @@ class ClusterRuntime(Runtime):
         self.home: WorkerGroup | None = None
         self._updates: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._brought: tuple[Handle, Handle] | None = None
 
     def prepare(self, flow: CheckedFlow, total_steps: int, skip: Iterable[Role] = ()) -> None:
         roles, trained = named_roles(flow)
@@ -105,6 +106,8 @@ class ClusterRuntime(Runtime):
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         given = _handle(rows)
+        if stage.role is not None and stage.spec.trains:
+            stage.role.trained_away()
         method = stage.role is not None
         name = self._names[id(stage.role)] if method else None
         group = self._home if name is None else self.groups[name]
@@ -136,7 +139,17 @@ class ClusterRuntime(Runtime):
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         handle = _handle(rows).select(names)
-        return fetch(self.executor, handle) if row is None else fetch_row(self.executor, handle, row)
+        if row is None:
+            return fetch(self.executor, handle)
+        return fetch_row(self.executor, self._brought_together(handle), row)
+
+    def _brought_together(self, handle: Handle) -> Handle:
+        """Columns shared out in one way, for rows to have one number: what came of another group's was moved."""
+        if len({stored.layout.number for stored in handle.stored.values()}) == 1:
+            return handle
+        if self._brought is None or self._brought[0] != handle:
+            self._brought = handle, self.settle(handle)
+        return self._brought[1]
 
     def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
         reads = [name for name in GROUP_READS if name in rows]
@@ -181,6 +194,7 @@ class ClusterRuntime(Runtime):
 
     def save_model(self, role: Role, path: Path) -> Path:
         self.groups[self._names[id(role)]].call("save_model", arguments={"path": str(path.resolve())})
+        role.trained_at = path.resolve()
         return path
 
 
@@ -259,7 +273,8 @@ def check_placement(flow: CheckedFlow) -> None:
     placement = flow.placement
     if placement.world == 1:
         return
-    problems, sizes = [], {}
+    problems: list[str] = check_functions(flow)
+    sizes = {}
     for role in flow.roles:
         c = role.model_config
         shape = read_shape(str(c.path), role.key, c.trust_remote_code)

@@ -17,6 +17,7 @@ import torch
 from headrace.algorithms.kl_controller import KLController, adapt_kl
 from headrace.checkpoint.resume import Checkpoint
 from headrace.checkpoint.rng import seed_all
+from headrace.cluster.workers import refuse_in_worker
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
@@ -67,6 +68,7 @@ class RunResult:
 
 def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
     """Runs a checked flow; see CompiledFlow.run."""
+    refuse_in_worker()
     config = flow.config
     r = config.run
     if steps is not None and steps < 1:
@@ -309,6 +311,7 @@ def run_evaluation(
     The directory is `<run.name>-eval-<date>-<time>`, so that scoring a run's model never touches the run.
     `key` is the section that errors about the data name. Raises KeyboardInterrupt after Ctrl-C.
     """
+    refuse_in_worker()
     config, r = flow.config, flow.config.run
     data = prepare_data(flow, dataset, key=key)
     logger.info("scoring %d rows of %s", len(data.dataset), data.dataset.name)

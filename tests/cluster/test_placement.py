@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.cluster.layouts import placement_of, resolve, template_for, templates
-from headrace.cluster.placement import ROLES, ModelSize, Parallelism, Placement, fit_violations
+from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_violations
 from headrace.config import ClusterConfig
+from headrace.config_places import ROLES
 from headrace.errors import ConfigError
 
 HOST = {"nodes": [{"name": "a", "count": 1, "gpus_per_node": 8}]}
