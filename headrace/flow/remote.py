@@ -20,11 +20,9 @@ from headrace.roles.role import ReaderRole, Role
 
 def describe_role(role: Role, config: Config, **preparation: Any) -> dict[str, Any]:
     """The arguments of RoleWorker. Raises ConfigError for a role that has its weights in this process already."""
-    if isinstance(role, ReaderRole) and role.is_loaded:
-        raise ConfigError(
-            f"{role.key}: the {role.name} is loaded in this process, and the workers of a cluster load their own; give"
-            " the path of a saved model"
-        )
+    problems = loaded_problems(role)
+    if problems:
+        raise ConfigError(problems)
     return {
         "role": _path_of(type(role), f"the class of the {role.name}"),
         "key": role.key,
@@ -35,6 +33,16 @@ def describe_role(role: Role, config: Config, **preparation: Any) -> dict[str, A
         },
         **preparation,
     }
+
+
+def loaded_problems(role: Role) -> list[str]:
+    """What is wrong with a role that has its weights in this process already."""
+    if not isinstance(role, ReaderRole) or not role.is_loaded:
+        return []
+    return [
+        f"{role.key}: the {role.name} is loaded in this process, and the workers of a cluster load their own; give the"
+        " path of a saved model"
+    ]
 
 
 def describe_function(stage: Stage) -> dict[str, Any]:

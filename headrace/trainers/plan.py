@@ -11,10 +11,11 @@ from headrace.data.dataset import HFDataset
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, DataError
 from headrace.flow.compile import CheckedFlow
-from headrace.flow.memory import Estimate, Load, Part, estimate_memory, load_of, tokens_at_once
+from headrace.flow.memory import estimate_memory, load_of
+from headrace.flow.memory_terms import Estimate, Load, Part, tokens_at_once
 from headrace.flow.prepare import check_roles, prepare_both, refuse_own_inputs
 from headrace.flow.run import Evaluation, steps_of
-from headrace.flow.source import PreparedData, read_rows
+from headrace.flow.source import ROWS_READ, PreparedData, first_rows
 from headrace.models.weight_files import refuse_broken_weights
 from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory
@@ -24,8 +25,6 @@ from headrace.trainers.plan_resume import UNKNOWN, Continuation, check_continuat
 from headrace.trainers.preference import PreferenceCommand, preference_flow
 
 PlannedCommand = Literal["train", "sft"] | PreferenceCommand
-
-ROWS_READ = 512  # of each data set; all of a large one take longer to tokenize than a plan should
 
 
 @dataclass
@@ -127,28 +126,17 @@ def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
     resumed = None if checkpoint is None else check_continuation(checkpoint, flow, loader, steps)
     load = load_of(flow, data, held)
     memory = estimate_memory(flow, load)
-    refusal = memory.refusal()
-    if refusal is not None:
-        raise ConfigError(refusal)
+    refusals = memory.refusals()
+    if refusals:
+        raise ConfigError(refusals)
     return Plan(flow, evaluation, data, held, rows, held_rows, per_epoch, steps, load, memory, resumed)
 
 
 def _first_rows(config: Config, dataset: HFDataset, key: str) -> tuple[int, HFDataset]:
-    """Rows of the whole data set, and the data set of its first rows; a function that makes rows is read whole."""
-    source = dataset.source
-    is_function = callable(source) or (isinstance(source, str) and ".py:" in source)
     try:
-        rows, own = read_rows(config, dataset, key)
+        return first_rows(config, dataset, key)
     except DataError:
         return 0, dataset  # reported with everything else that is wrong
-    if is_function or len(rows) <= ROWS_READ:
-        return len(rows), dataset
-    settings: dict[str, Any] = own.model_dump(
-        exclude_unset=True, exclude={"path", "limit_rows", "split", "subset"}
-    )
-    most = max(ROWS_READ, 2 * config.train.prompts_per_step, 2 * (config.train.samples_per_update or 0))
-    first = HFDataset(source, split=own.split, subset=own.subset, limit_rows=min(len(rows), most), **settings)
-    return len(rows), first
 
 
 def plan_text(plan: Plan) -> str:
