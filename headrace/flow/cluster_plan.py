@@ -1,8 +1,8 @@
-"""What a flow will do on a cluster: where each stage runs and beside which others, what moves, and what memory it takes."""
+"""What a flow will do on a cluster: where each stage runs, beside which others, what moves, and the memory it takes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,7 +31,7 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """`column`: the stages before it in a row, at most. `microbatches` of a rank in one pass or update; None: no model."""
+    """`column`: the stages before it in a row, at most. `microbatches` of a rank in a pass or update; None: no model."""
 
     name: str
     place: RolePlacement
@@ -138,7 +138,7 @@ def _microbatches(flow: CheckedFlow, stage: Stage, place: RolePlacement, load_of
     rows = load.rows_per_update
     if flow.generates and not stage.spec.trains:
         rows = load.prompts_at_once * config.rollout.samples_per_prompt
-    tokens = tokens_at_once(config, load, flow.placement.device)
+    tokens = tokens_at_once(config, replace(load, rows_per_update=rows), flow.placement.device)
     return max(1, -(-rows * load.longest // tokens))
 
 
@@ -173,12 +173,11 @@ def _weights(flow: CheckedFlow) -> WeightSync | None:
     if inventory is None:
         return WeightSync(texts[0], texts[1], None)
     dtype = resolve_dtype(flow.config.model.dtype, torch.device(flow.placement.device))
-    layouts = [
-        weight_layout(inventory, flow.placement, place, dtype if zero3 == 1 else torch.float32)
-        for place, zero3 in ((source, source.parallelism.zero3), (target, 1))
-    ]
+    kept = torch.float32 if source.parallelism.zero3 > 1 else dtype
+    trained = weight_layout(inventory, flow.placement, source, kept)
+    needed = weight_layout(inventory, flow.placement, target, dtype)
     hosts = [str(seat.host) for seat in flow.placement.seats]
-    return WeightSync(texts[0], texts[1], reshard_plan(*layouts, hosts=hosts).bytes_moved)
+    return WeightSync(texts[0], texts[1], reshard_plan(trained, needed, hosts).bytes_moved)
 
 
 def weight_layout(

@@ -1,4 +1,4 @@
-"""The edges of a flow on a cluster: which columns a stage takes from where, how they get there, and the most bytes that move.
+"""The edges of a flow on a cluster: columns that a stage takes, from where, how they get there, how many bytes at most.
 
 Follows what flow/cluster.py will do, with the same two decisions: `columns_read` and `layout_kept`. Shapes: R rows.
 """
@@ -19,7 +19,7 @@ from headrace.flow.graph import Stage
 TransferKind = Literal["stays", "shared out again", "to another group"]
 DATA = "data"
 SETTLED = "the step's rows"
-"""What a rollout's rows become: shared out evenly over the home role's ranks, where they stay for the rest of the step."""
+"""What a rollout's rows become: shared out evenly over the home role's ranks, where they stay for the step."""
 
 # bytes of a token's value; every other column has one value a row
 TOKEN_BYTES = {
@@ -167,6 +167,8 @@ def _take(
             kind, copies = "shared out again", readers - 1 if alone else readers
         else:
             kind, copies = "to another group", readers
+        if copies == 0:
+            kind = "stays"
         edges.append(Edge(writer, target, tuple(names), _text(before), _text(layout), kind, size * copies))
     return layout, edges
 
