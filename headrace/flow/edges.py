@@ -38,7 +38,8 @@ TOKEN_BYTES = {
 PROMPT_TEXT = {"prompt": 4, "prompt_ids": 7}
 RESPONSE_TEXT = {"completion": 4, "completion_ids": 7}
 ROW_BYTES = 8
-FLAGS = {"greedy_baseline"}
+SMALL_ROWS = {"greedy_baseline": 1, "reward_model_score": 4}
+NUMBERING = 16  # bytes a row that go with every set of columns: its key and its length
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class RowLimits:
             return rows * self.prompt_tokens * PROMPT_TEXT[column]
         if column in RESPONSE_TEXT:
             return rows * self.response_tokens * RESPONSE_TEXT[column]
-        return rows * (1 if column in FLAGS else ROW_BYTES)
+        return rows * SMALL_ROWS.get(column, ROW_BYTES)
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def _take(
         parts.setdefault((rows.writer[name], rows.stored[name].layout.number), []).append(name)
     for (writer, number), names in parts.items():
         before = layouts[number]
-        size = sum(limits.bytes_of(n, rows.count) for n in names)
+        size = rows.count * NUMBERING + sum(limits.bytes_of(n, rows.count) for n in names)
         kind: TransferKind
         if kept is not None:
             kind, copies = "stays", readers - 1 if set(names) <= rows.at_owners_only else 0
