@@ -31,7 +31,10 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """`column`: the stages before it in a row, at most. `microbatches` of a rank in a pass or update; None: no model."""
+    """`column`: the stages before it in a row, at most. `microbatches` of a rank in a pass or update; None: no model.
+
+    `memory_bytes`: what the largest rank of the group holds meanwhile, at most.
+    """
 
     name: str
     place: RolePlacement
@@ -41,6 +44,7 @@ class StagePlan:
     """Stages that may run at the same time: on other devices, and without a path between them."""
     after: tuple[str, ...]
     trains: bool
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,8 @@ class ClusterPlan:
 
 def plan_cluster(flow: CheckedFlow, load_of: LoadOf, limits: RowLimits) -> ClusterPlan:
     """Raises ConfigError for a model that is not there."""
-    stages = _stages(flow, load_of)
+    memory = estimate_cluster(flow, load_of)
+    stages = _stages(flow, load_of, memory)
     return ClusterPlan(
         flow.placement,
         _roles(flow),
@@ -78,7 +83,7 @@ def plan_cluster(flow: CheckedFlow, load_of: LoadOf, limits: RowLimits) -> Clust
         edges_of(flow, limits),
         _cliques({s.name: set(s.beside) for s in stages}),
         _weights(flow),
-        estimate_cluster(flow, load_of),
+        memory,
     )
 
 
@@ -107,7 +112,16 @@ def place_of(flow: CheckedFlow, stage: Stage) -> RolePlacement:
     return roles[(home_of(flow) if stage.role is None else stage.role).name]
 
 
-def _stages(flow: CheckedFlow, load_of: LoadOf) -> list[StagePlan]:
+def phase_of(stage: Stage) -> str | None:
+    """The phase of the memory estimate that a stage is; None: it takes nothing besides what is always there."""
+    if stage.spec.makes_rows:
+        return "rollout"
+    if stage.role is None:
+        return None
+    return f"{stage.role.name} {'update' if stage.spec.trains else 'pass'}"
+
+
+def _stages(flow: CheckedFlow, load_of: LoadOf, memory: ClusterMemory) -> list[StagePlan]:
     above = ancestors(flow.stages)
     columns: dict[str, int] = {}
     for stage in flow.stages:
@@ -123,8 +137,11 @@ def _stages(flow: CheckedFlow, load_of: LoadOf) -> list[StagePlan]:
             and other.name not in above[name]
             and name not in above[other.name]
         )
+        held = memory.during(place.group, phase_of(stage))
         micros = _microbatches(flow, stage, place, load_of)
-        out.append(StagePlan(name, place, columns[name], micros, beside, stage.depends_on, stage.spec.trains))
+        out.append(
+            StagePlan(name, place, columns[name], micros, beside, stage.depends_on, stage.spec.trains, held)
+        )
     return out
 
 

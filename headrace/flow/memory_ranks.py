@@ -66,6 +66,11 @@ class ClusterMemory:
     groups: list[GroupMemory] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
 
+    def during(self, group: str, phase: str | None) -> int:
+        """Bytes that the largest rank of a group holds in a phase (None, or one that is not there: outside of all)."""
+        largest = next(g.largest for g in self.groups if g.group == group)
+        return sum(part.bytes for part in [*largest.always, *largest.phases.get(phase or "", [])])
+
     @property
     def capacity(self) -> str:
         """What there is, for people."""

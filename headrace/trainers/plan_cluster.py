@@ -31,14 +31,26 @@ def cluster_sections(cluster: ClusterPlan) -> Iterator[Section]:
     yield (
         "where stages run",
         [
-            (s.name, layout_text(s.place.group, s.place.parallelism), micro_text(s), beside_text(s))
+            (
+                s.name,
+                layout_text(s.place.group, s.place.parallelism),
+                f"{format_bytes(s.memory_bytes)} a rank",
+                micro_text(s),
+                beside_text(s),
+            )
             for s in cluster.stages
         ],
     )
     yield (
         "columns between stages, bytes at most",
         [
-            (f"{e.source} → {e.target}", f"{e.before} → {e.after}", e.kind, size_of(e), ", ".join(e.columns))
+            (
+                f"{e.source} → {e.target}",
+                f"{e.before} → {e.after}",
+                kind_text(e),
+                size_of(e),
+                ", ".join(e.columns),
+            )
             for e in cluster.edges
         ],
     )
@@ -52,11 +64,15 @@ def micro_text(stage: StagePlan) -> str:
     if stage.microbatches is None:
         return ""
     of = "an update" if stage.trains else "a pass"
-    return f"{stage.microbatches} micro-batch{'es' * (stage.microbatches != 1)} a rank in {of}"
+    return f"{stage.microbatches} micro-batch{'es' * (stage.microbatches != 1)} in {of}"
 
 
 def beside_text(stage: StagePlan) -> str:
     return f"∥ {', '.join(stage.beside)}" if stage.beside else ""
+
+
+def kind_text(edge: Edge) -> str:
+    return f"{edge.kind}, tp ranks copy" if edge.kind == "stays" and edge.bytes else edge.kind
 
 
 def size_of(edge: Edge) -> str:
@@ -100,8 +116,8 @@ def phase_rows(e: Estimate) -> Iterator[Row]:
 
 
 def smallest(group: GroupMemory) -> str:
-    least = min(group.peaks)
-    return "" if least == max(group.peaks) else f"the smallest rank {format_bytes(least)}"
+    least, most = format_bytes(min(group.peaks)), format_bytes(max(group.peaks))
+    return "" if least == most else f"the smallest rank {least}"
 
 
 def shortened(devices: Iterable[str]) -> str:
@@ -145,6 +161,7 @@ def cluster_json(cluster: ClusterPlan) -> dict[str, Any]:
                 "group": s.place.group,
                 "parallelism": degrees(s),
                 "microbatches_per_rank": s.microbatches,
+                "memory_bytes_per_rank": s.memory_bytes,
                 "beside": list(s.beside),
             }
             for s in cluster.stages

@@ -111,7 +111,7 @@ def _parts(flow: CheckedFlow, cluster: ClusterPlan | None) -> tuple[list[_Band],
     boxes = [
         _Box(
             s.name,
-            (micro_text(s).partition(" a rank")[0], _what(s.trains)),
+            (micro_text(s).partition(" in ")[0], _what(s.trains)),
             names.index(s.place.group),
             s.column,
             s.after,

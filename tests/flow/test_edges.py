@@ -110,6 +110,11 @@ def test_micro_batches_of_a_rank(arithmetic: Path, tmp_path: Path) -> None:
     train = {"tokens_per_microbatch": 20}
     plan = planned(compiled(arithmetic, tmp_path, train=train, algorithm=PPO, cluster={"layout": "cpu_2"}))
     found = {s.name: s.microbatches for s in plan.stages}
+    groups = {g.group: g.largest for g in plan.memory.groups}
+    held = {s.name: s.memory_bytes for s in plan.stages}
+    always = sum(part.bytes for part in groups["all"].always)
+    assert held["reward"] == always
+    assert held["rollout"] == always + sum(part.bytes for part in groups["all"].phases["rollout"])
     assert (found["update"], found["logprobs"], found["rollout"], found["reward"]) == (4, 4, None, None)
 
 
@@ -157,11 +162,9 @@ def test_the_bytes_are_those_that_workers_get_from_each_other(
 
     def note(call: group.Call) -> group.Result:
         found = result(call)
-        names = {"reference.stage": "reference", "critic.stage": "values"}
         what = call.output.partition("/")[0]
         if found.written or what in ("actor.stage", "critic.stage"):
-            name = found.written[0] if found.written else what
-            moved[names.get(name, name)] = found.moved_bytes
+            moved[found.written[0] if found.written else what] = found.moved_bytes
         return found
 
     monkeypatch.setattr(group.Call, "result", note)

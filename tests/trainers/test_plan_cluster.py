@@ -82,7 +82,7 @@ def test_four_groups_in_words(
     for wanted in (
         f"ppo on 4 CPU processes in 4 groups, gloo: {four_groups['model']['path']}",
         "reference reference dp1 localhost:2",
-        "values critic dp1 1 micro-batch a rank in a pass ∥ reward_model, reward, reference, logprobs",
+        "values critic dp1 706 MiB a rank 1 micro-batch in a pass ∥ reward_model, reward, reference, logprobs",
         "values → advantage critic dp1 → actor dp1 to another group 832 B values",
         "reward_model ∥ reference ∥ values ∥ logprobs",
         "actor dp1: same storage, nothing moves",
@@ -198,12 +198,10 @@ def test_the_picture(
     first = next(iter(bands))
     for name, box in boxes.items():
         band = bands[home.get(name, first)]
-        assert (
-            band[0] <= box[0]
-            and band[1] <= box[1]
-            and box[2] <= band[2] <= width
-            and box[3] <= band[3] <= height
-        )
+        assert band[0] <= box[0]
+        assert band[1] <= box[1]
+        assert box[2] <= band[2] <= width
+        assert box[3] <= band[3] <= height
     drawn = {
         (p.attrib["data-from"], p.attrib["data-to"])
         for p in root.iter(f"{SVG}path")
