@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from headrace.observe.times import StageTime
+
 if TYPE_CHECKING:
     from headrace.algorithms.kl_controller import KLController
     from headrace.config import Config
@@ -72,6 +74,7 @@ class StageContext:
     on_progress: Callable[[float], None] = field(default=lambda fraction: None)
     kl: KLController | None = None  # the run's; without one the coefficient is the configured one
     ranks: DataRanks = ALONE
+    times: list[StageTime] = field(default_factory=list)
 
     def add_once(self, name: str, value: float) -> None:
         """Adds a mean's value that every rank has alike."""

@@ -26,7 +26,8 @@ class Result:
 
     `handle`: the rows it was given with the columns it wrote (`written`), or the rows it made; None where neither.
     `values`: the plain value of each data-parallel index; `every_value` of each rank of the group.
-    `seconds`: of the method on each data-parallel index. `moved_bytes`: rows that went from worker to worker.
+    `seconds`: of the method on each data-parallel index, and when it `began` (seconds since 1970). `moved_bytes`: of rows
+    that went from worker to worker.
     `controller_s`, `controller_bytes`: this process's own work for the call, and its orders and replies.
     """
 
@@ -35,6 +36,7 @@ class Result:
     values: tuple[Any, ...]
     every_value: tuple[Any, ...]
     seconds: tuple[float, ...]
+    began: tuple[float, ...]
     moved_bytes: int
     controller_s: float
     controller_bytes: int
@@ -89,6 +91,7 @@ class WorkerGroup:
         balance: bool = True,
         timeout_s: float | None = None,
         arguments: Mapping[str, Any] | None = None,
+        label: str | None = None,
     ) -> Call:
         """Begins a call; groups on other devices can work meanwhile.
 
@@ -96,18 +99,18 @@ class WorkerGroup:
         method's first argument, a Batch that may be empty; its tp and pp ranks get the same one. Parts are near-equal
         in tokens, and rows with equal `together` (default: `pair_id`, where there is one) stay on one index. Rows
         that lie so already do not move; with `balance` false, neither do rows that lie in this group in any other
-        way. `arguments` are plain values, the same for all.
+        way. `arguments` are plain values, the same for all. `label` replaces `<name>.<method>` in errors.
         Raises RunError for a column that is not there or an argument that is not plain.
         """
         began = time.perf_counter()
         number = new_number()
-        what = f"{self.name}.{method}"
+        what = label or f"{self.name}.{method}"
         order: dict[str, Any] = {
             "what": what,
             "object": self.name,
             "method": method,
             "arguments": dict(arguments or {}),
-            "output": f"{what}/{number}",
+            "output": f"{self.name}.{method}/{number}",
             "drop": self.executor.take_dropped(self.group),
         }
         layout: RowLayout | None = None
@@ -249,6 +252,7 @@ class Call:
             tuple(r["value"] for r in own),
             tuple(replies[rank]["value"] for rank in self.group.ranks),
             tuple(r["seconds"] for r in own),
+            tuple(r["began"] for r in own),
             sum(r["moved_bytes"] for r in replies.values()),
             self.controller_s + time.perf_counter() - began,
             self.sent_bytes + received,

@@ -292,10 +292,11 @@ class RayExecutor(Executor):
                 ]
                 ray.wait(leaving, num_returns=len(leaving), timeout=5.0)
             self._kill()
-            if self._group is not None:
+            # a private cluster ends as a whole, and its own server may be gone already
+            if self._group is not None and self._private is None:
                 with contextlib.suppress(ray.exceptions.RayError):
                     ray.util.remove_placement_group(self._group)
-                self._group = None
+            self._group = None
             ray.shutdown()
             self._connected = False
         if self._sweeper is not None:

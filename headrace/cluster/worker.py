@@ -149,14 +149,19 @@ class Worker:
             raise RunError(f"{type(thing).__name__} has no method '{order['method']}'")
         self._moved_bytes = 0
         taken = self._input(order, site)
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         if taken is None:
             returned = method(**order["arguments"])
         else:
             returned = method(taken.batch(order["input"]["kinds"]), **order["arguments"])
         seconds = time.perf_counter() - started
         outcome = _outcome(returned, taken is not None)
-        reply: dict[str, Any] = {"seconds": seconds, "moved_bytes": self._moved_bytes, "value": outcome.value}
+        reply: dict[str, Any] = {
+            "began": began,
+            "seconds": seconds,
+            "moved_bytes": self._moved_bytes,
+            "value": outcome.value,
+        }
         if len(plain_bytes(outcome.value, "the value")) > MAX_VALUE_BYTES:
             raise RunError(
                 f"'{order['method']}' returned a value of over {MAX_VALUE_BYTES} bytes to the controller;"
@@ -183,7 +188,7 @@ class Worker:
                     raise RunError(f"{len(outcome.parents)} parents were given for {made.num_rows} rows")
                 keys = child_keys(taken.keys, outcome.parents)
             else:
-                keys = np.arange(made.num_rows, dtype=np.int64) + (site.dp_rank << 40)
+                keys = np.arange(made.num_rows, dtype=np.int64) + (site.dp_rank << 30)
             columns: dict[str, Column] = {**made.tokens, **made.rows}
             kinds = dict.fromkeys(made.tokens, "token") | {
                 name: "row" if isinstance(c, Tensor) else "list" for name, c in made.rows.items()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_vi
 from headrace.cluster.workers import Executor
 from headrace.config import Config
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, WorkerError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.graph import Stage
 from headrace.flow.memory_ranks import LEAST, estimate_cluster
@@ -38,6 +39,7 @@ from headrace.stages import StageContext
 WORKER = "headrace.roles.worker:RoleWorker"
 GROUP = "group_id"
 """Rows of one prompt stay on one data-parallel rank, since advantages compare them."""
+GROUP_READS = (GROUP, "reward", "finish_reason", "greedy_baseline")
 
 
 class ClusterRuntime(Runtime):
@@ -108,13 +110,9 @@ class ClusterRuntime(Runtime):
             arguments={
                 "function": function,
                 "method": method,
-                "context": {
-                    "step": context.step,
-                    "total_steps": context.total_steps,
-                    "evaluation": context.evaluation,
-                    "kl_coefficient": context.kl_coefficient,
-                },
+                "context": _plain_context(context),
             },
+            label=f"stage '{stage.name}' of flow '{flow.name}', step {context.step} ({group.name})",
         )
         return _Remote(self, stage, call, context)
 
@@ -126,6 +124,23 @@ class ClusterRuntime(Runtime):
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         handle = _handle(rows).select(names)
         return fetch(self.executor, handle) if row is None else fetch_row(self.executor, handle, row)
+
+    def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
+        reads = [name for name in GROUP_READS if name in rows]
+        arguments = {"context": _plain_context(context)}
+        call = self._home.start(
+            "varied_groups", _handle(rows), reads=reads, together=GROUP, arguments=arguments
+        )
+        return sorted(group for groups in call.result().values for group in groups)
+
+    def join_groups(self, parts: Sequence[tuple[Rows, Mapping[int, int]]]) -> Rows:
+        for rows, numbers in parts:
+            arguments = {"numbers": list(numbers.items())}
+            self._home.start("hold_groups", _handle(rows), together=GROUP, arguments=arguments).result()
+        joined = self._home.call("held_groups").handle
+        if joined is None:
+            raise RuntimeError("no rows were held")
+        return self.settle(joined)
 
     # state
 
@@ -162,9 +177,12 @@ class _Remote:
     stage: Stage
     call: Call
     context: StageContext
+    span: tuple[str, float, float] = ("", 0.0, 0.0)
 
     def finish(self, rows: Rows) -> Rows:
         result = self.call.result()
+        ends = [began + seconds for began, seconds in zip(result.began, result.seconds, strict=True)]
+        self.span = (self.call.group.group, min(result.began), max(ends))
         for value in result.values:
             self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
         made = result.handle
@@ -173,6 +191,15 @@ class _Remote:
         if result.new_rows:
             return self.runtime.settle(made)
         return _handle(rows).merged(made, result.written)
+
+
+def _plain_context(context: StageContext) -> dict[str, Any]:
+    return {
+        "step": context.step,
+        "total_steps": context.total_steps,
+        "evaluation": context.evaluation,
+        "kl_coefficient": context.kl_coefficient,
+    }
 
 
 def _function_name(flow: CheckedFlow, stage: Stage) -> str:
@@ -242,8 +269,6 @@ def check_placement(flow: CheckedFlow) -> None:
             )
         if rollout.parallelism.zero3 > 1 or rollout.parallelism.pp > 1:
             problems.append("cluster.layout: an actor that generates cannot be cut by zero3 or pp so far")
-    if flow.filters_groups:
-        problems.append("algorithm.filter_groups: works on one device so far; set it to false")
     if not problems:
         problems += estimate_cluster(flow, lambda dp: LEAST).refusals()
     if problems:
@@ -302,6 +327,15 @@ def open_runtime(
         parent = Path(config.run.dir)
         parent.mkdir(parents=True, exist_ok=True)
         logs = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent))
+        # what a rank that failed has written there is worth keeping, and named by the error
+        held.push(
+            lambda kind, *_: None if kind is not None and issubclass(kind, WorkerError) else _discard(logs)
+        )
     executor = RayExecutor(placement, logs, timeout_s=config.cluster.timeout_s)
     held.enter_context(executor)
     return ClusterRuntime(executor)
+
+
+def _discard(folder: Path) -> None:
+    """Removes logs that no run directory has taken over."""
+    shutil.rmtree(folder, ignore_errors=True)

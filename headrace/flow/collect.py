@@ -2,24 +2,17 @@
 
 Dynamic sampling (DAPO: Yu et al. 2025, arXiv 2503.14476, section 3.2): a prompt whose samples all got the
 same reward gives a group-relative advantage of 0, so more prompts are drawn until the step is full.
-
-Shapes: R rows (samples), G prompts (groups).
 """
 
 from __future__ import annotations
 
 import logging
 
-import torch
-
-from headrace.algorithms.advantages.groups import group_rewards
-from headrace.algorithms.stages import counted_rows, greedy_rows
-from headrace.data.batch import Batch
 from headrace.data.loader import Loader
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import InterruptGuard
-from headrace.flow.runtime import Rows, Runtime, local_batch
+from headrace.flow.runtime import Rows, Runtime
 from headrace.observe.progress import Progress
 from headrace.stages import StageContext
 
@@ -63,13 +56,13 @@ def _full_groups(
     context: StageContext,
     progress: Progress,
     guard: InterruptGuard,
-) -> tuple[Batch, Batch | None]:
+) -> tuple[Rows, Rows | None]:
     """(the rows drawn first, the rows of the groups to go on with, or None where there are none)."""
     wanted = context.config.train.prompts_per_step
-    parts: list[Batch] = []
-    first: Batch | None = None
+    first: Rows | None = None
     found = drawn = draws = 0
     seen: set[int] = set()
+    parts: list[tuple[Rows, dict[int, int]]] = []
     while found < wanted and draws <= MAX_REFILLS and len(seen) < len(loader.dataset):
         prompts = loader.next()
         draws += 1
@@ -80,14 +73,16 @@ def _full_groups(
         seen.update(prompts["prompt_id"].tolist())
         if prompts.num_rows == 0:
             continue
-        batch = local_batch(execute(runtime, head, prompts, context, progress, guard))
-        first = batch if first is None else first
-        part, kept, of = _with_spread(batch, context, wanted - found, found)
-        drawn += of
+        rows = execute(runtime, head, runtime.put(prompts), context, progress, guard)
+        first = rows if first is None else first
+        varied = runtime.varied_groups(rows, context)
+        kept = varied[: wanted - found]
         if kept:
-            parts.append(part)
-        context.metrics.add("reward/filtered_group_fraction", of - kept, of)
-        found = min(wanted, found + kept)
+            parts.append((rows, {group: found + i for i, group in enumerate(kept)}))
+        drawn += prompts.num_rows
+        missed = prompts.num_rows - len(varied)
+        context.metrics.add("reward/filtered_group_fraction", missed, prompts.num_rows)
+        found += len(kept)
     context.metrics.add_total("rollout/refills", draws - 1)
     if 0 < found < wanted:
         logger.warning(
@@ -101,21 +96,4 @@ def _full_groups(
         )
     if first is None:
         raise RuntimeError("a loader gave no prompts")
-    return first, Batch.concat(parts) if parts else None
-
-
-def _with_spread(batch: Batch, context: StageContext, room: int, start: int) -> tuple[Batch, int, int]:
-    """(rows of the first `room` groups whose rewards differ, how many groups differ, how many there are).
-
-    The groups are numbered anew, from `start`. Rows that do not count, and greedy baselines, make no difference.
-    """
-    ids = batch["group_id"]
-    valid = counted_rows(batch, context) & ~greedy_rows(batch)
-    groups = group_rewards(torch.as_tensor(batch["reward"], dtype=torch.float64), ids, valid)
-    varied = groups.varies[groups.index]
-    order = list(dict.fromkeys(ids[varied].tolist()))
-    number = {group: start + i for i, group in enumerate(order[:room])}
-    rows = [r for r, group in enumerate(ids.tolist()) if group in number]
-    part = batch.select(rows)
-    renumbered = torch.tensor([number[group] for group in part["group_id"].tolist()], dtype=torch.int64)
-    return part.with_columns({"group_id": renumbered}), len(order), len(groups.count)
+    return first, runtime.join_groups(parts) if parts else None

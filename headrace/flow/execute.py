@@ -13,6 +13,7 @@ from headrace.flow.graph import Stage
 from headrace.flow.interrupt import InterruptGuard
 from headrace.flow.runtime import Rows, Runtime, Started
 from headrace.observe.progress import Progress
+from headrace.observe.times import StageTime
 from headrace.stages import StageContext
 
 
@@ -71,7 +72,7 @@ class _Running:
 
     def __init__(self, flow: CheckedFlow, stage: Stage, context: StageContext, timed: bool) -> None:
         self.flow, self.stage, self.context, self.timed = flow, stage, context, timed
-        self.began = time.perf_counter()
+        self.began = time.time()
         self.started: Started | None = None
 
     def begin(self, runtime: Runtime, rows: Rows) -> None:
@@ -87,7 +88,10 @@ class _Running:
         if missing:
             raise RunError(f"stage '{self.stage.name}' declared column {missing[0]!r} but did not write it")
         if self.timed:
-            self.context.metrics.add_total(f"time/{self.stage.name}_s", time.perf_counter() - self.began)
+            group, began, ended = self.started.span
+            self.context.times.append(StageTime(self.stage.name, group, began, ended))
+            # from the order on, so that rows on their way count too
+            self.context.metrics.add_total(f"time/{self.stage.name}_s", max(0.0, ended - self.began))
         return rows
 
     @contextlib.contextmanager

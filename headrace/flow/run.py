@@ -193,7 +193,7 @@ class _Run:
             self.keeper.mark(result, log)
 
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
-        started = time.perf_counter()
+        started, now = time.perf_counter(), time.time()
         context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
         rows = run_step(self.runtime, self.flow, self.loader, context, progress, guard)
         adapt_kl(context)
@@ -211,6 +211,7 @@ class _Run:
             m.add("time/checkpoint_s", self.keeper.written_s)
             self.keeper.written_s = None
         _memory_metrics(m)
+        log.log_times(step, context.times, now)
         if self.flow.generates:
             log.log_samples(step, StepSamples(self.runtime, rows))
         self._conclude(step, m.means(), log, progress, guard)

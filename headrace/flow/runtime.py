@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.checkpoint.files import write_tensors
 from headrace.checkpoint.resume import Checkpoint
 from headrace.cluster.handle import Handle
@@ -34,6 +35,9 @@ Writer = Callable[[Path], None]
 class Started(Protocol):
     """A stage that is being carried out."""
 
+    span: tuple[str, float, float]
+    """The group of devices, and when it began and ended, in seconds since 1970; known once it is over."""
+
     def finish(self, rows: Rows) -> Rows:
         """Waits; returns `rows` with what the stage wrote, or the rows that it made. Its metrics are in its context."""
 
@@ -57,6 +61,12 @@ class Runtime(Protocol):
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         """Columns of all rows, or of one, in this process."""
+
+    def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
+        """The numbers, ascending, of the groups of rows whose rewards differ."""
+
+    def join_groups(self, parts: Sequence[tuple[Rows, Mapping[int, int]]]) -> Rows:
+        """Of each (rows, group → new number) the rows of those groups, all together."""
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The plain part of the training state of every trained role."""
@@ -95,13 +105,19 @@ class LocalRuntime(Runtime):
         return batch
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
-        started = time.perf_counter()
+        began = time.time()
         result = stage.function(local_batch(rows), context)
-        return _Done(stage, result, time.perf_counter() - started)
+        return _Done(stage, result, ("all", began, time.time()))
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         batch = local_batch(rows)
         return batch if row is None else batch.select([row])
+
+    def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
+        return varied_groups(local_batch(rows), context)
+
+    def join_groups(self, parts: Sequence[tuple[Rows, Mapping[int, int]]]) -> Rows:
+        return Batch.concat([numbered_groups(local_batch(rows), numbers) for rows, numbers in parts])
 
     def numbers(self) -> dict[str, dict[str, Any]]:
         return {name: role.state_dict().numbers for name, role in self.trained.items()}
@@ -128,8 +144,8 @@ class LocalRuntime(Runtime):
 class _Done:
     """A stage that was carried out in this process."""
 
-    def __init__(self, stage: Stage, result: Any, seconds: float) -> None:
-        self.stage, self.result, self.seconds = stage, result, seconds
+    def __init__(self, stage: Stage, result: Any, span: tuple[str, float, float]) -> None:
+        self.stage, self.result, self.span = stage, result, span
 
     def finish(self, rows: Rows) -> Rows:
         return _with_result(local_batch(rows), self.result, self.stage.name)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.models.lora import Adapters
+from headrace.models.norm import use_fast_norms
 from headrace.models.shards import Shards
 from headrace.models.tensor_parallel import VocabShard
 
@@ -54,6 +55,7 @@ class Backbone(nn.Module):
         self.adapters = adapters
         self.shards = Shards()
         self.text_config = hf.config.get_text_config()
+        use_fast_norms(hf)
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from headrace.errors import RunError
 from headrace.observe.metrics import check_names
 from headrace.observe.run_dir import RunDirectory
+from headrace.observe.times import StageTime
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -97,7 +98,9 @@ class RunLogger:
         self._samples_per_step = samples_per_step
         self._seed = seed
         self._cut = resume
-        self._files = {path: self._open(path) for path in (run_dir.metrics, run_dir.samples)}
+        self._files = {
+            path: self._open(path) for path in (run_dir.metrics, run_dir.samples, run_dir.timeline)
+        }
         if run_dir.eval_samples.is_file():
             self._files[run_dir.eval_samples] = self._open(run_dir.eval_samples)
         self._tensorboard: SummaryWriter | None = None
@@ -132,6 +135,13 @@ class RunLogger:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
+
+    def log_times(self, step: int, times: Sequence[StageTime], start: float) -> None:
+        """One line a stage: when it began and ended, in seconds since the step's `start`, and on which group."""
+        for t in times:
+            line = {"step": step, "stage": t.stage, "group": t.group}
+            line |= {"begin_s": round(t.began - start, 6), "end_s": round(t.ended - start, 6)}
+            self._files[self.run_dir.timeline].append(line)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Writes `samples_per_step` of the samples (values must be what JSON can hold), in their order."""

@@ -21,7 +21,7 @@ LONGEST_NAME = 255  # bytes; what file systems allow
 
 
 class RunDirectory:
-    """`<parent>/<name>/`: config.yaml, metrics.jsonl, (eval_)samples.jsonl, tensorboard/, checkpoints/, model/."""
+    """`<parent>/<name>/`: config.yaml, metrics.jsonl, timeline.jsonl, (eval_)samples.jsonl, tensorboard/, …"""
 
     def __init__(self, path: str | Path) -> None:
         """A handle on a directory that exists or that `create` makes; touches nothing."""
@@ -29,6 +29,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.samples = self.path / "samples.jsonl"
+        self.timeline = self.path / "timeline.jsonl"
         self.eval_samples = self.path / "eval_samples.jsonl"
         self.tensorboard = self.path / "tensorboard"
         self.checkpoints = self.path / "checkpoints"

@@ -7,7 +7,7 @@ gets the same calls in the same order.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from headrace.algorithms.find import algorithm_problems
 from headrace.algorithms.kl_controller import KLController
+from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.algorithms.stages import advantage_stage
 from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.checkpoint.rng import seed_all
@@ -71,6 +72,7 @@ class RoleWorker:
         self.name = name
         self.trains = trains
         self.functions: dict[str, Any] = {}
+        self._held: list[Batch] = []
         self.role.prepare(self.config, total_updates=total_updates, trains=trains, supervised=supervised)
 
     def add_functions(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
@@ -97,6 +99,18 @@ class RoleWorker:
 
     def stay(self, batch: Batch) -> None:
         """Does nothing: a call with rows brings them here."""
+
+    def varied_groups(self, batch: Batch, *, context: Mapping[str, Any]) -> Outcome:
+        return Outcome(value=varied_groups(batch, self._context(context)))
+
+    def hold_groups(self, batch: Batch, *, numbers: Sequence[tuple[int, int]]) -> None:
+        """Keeps the rows of some groups, numbered anew, until `held_groups`."""
+        self._held.append(numbered_groups(batch, dict(numbers)))
+
+    def held_groups(self) -> Batch:
+        """All rows that are held, which then are so no longer."""
+        held, self._held = self._held, []
+        return Batch.concat(held)
 
     def _context(self, context: Mapping[str, Any]) -> StageContext:
         return StageContext(

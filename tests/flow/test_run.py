@@ -37,6 +37,7 @@ def test_the_run_directory(arithmetic: Path, tmp_path: Path) -> None:
         "config.yaml",
         "metrics.jsonl",
         "samples.jsonl",
+        "timeline.jsonl",
         "eval_samples.jsonl",
         "tensorboard",
         "checkpoints",

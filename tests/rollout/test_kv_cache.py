@@ -36,15 +36,19 @@ def test_write_gather_copy_and_release() -> None:
     key = torch.tensor([[[1.0], [10.0]], [[2.0], [20.0]], [[3.0], [30.0]]])  # 3 tokens, 2 heads, head size 1
     cache.write(0, torch.tensor([5, 0, 1]), key, -key)
     assert cache.nbytes == 2 * 12 * 4
-    # slot 5 is the second place of block 2; each head's slots lie together
+    # slot 5 is the second place of block 2; a token's heads lie together
     keys, values = cache.gather(0, torch.tensor([2, 0]))
-    assert keys[..., 0].tolist() == [[0, 1, 2, 3], [0, 10, 20, 30]]
-    assert values[..., 0].tolist() == [[0, -1, -2, -3], [0, -10, -20, -30]]
+    assert keys[..., 0].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30]]
+    assert values[..., 0].tolist() == [[0, 0], [-1, -10], [-2, -20], [-3, -30]]
+    rows, _ = cache.rows(0)
+    assert rows[:, 0].tolist() == [2, 20, 3, 30, 0, 0, 0, 0, 0, 0, 1, 10]
+    with pytest.raises(RunError, match="layer 1 is read before"):
+        cache.rows(1)
     # both pairs read before either writes, and layer 1, never written, is left alone
     cache.copy_blocks([(0, 1), (2, 0)])
     keys, values = cache.gather(0, torch.arange(3))
-    assert keys[..., 0].tolist() == [[0, 1, 2, 3, 0, 1], [0, 10, 20, 30, 0, 10]]
-    assert values[1, :, 0].tolist() == [0, -10, -20, -30, 0, -10]
+    assert keys[..., 0].tolist() == [[0, 0], [1, 10], [2, 20], [3, 30], [0, 0], [1, 10]]
+    assert values[:, 1, 0].tolist() == [0, -10, -20, -30, 0, -10]
     cache.release()
     assert cache.nbytes == 0
 
@@ -57,12 +61,12 @@ def test_gathering_a_like_number_of_blocks_takes_no_new_memory() -> None:
     first, _ = cache.gather(0, torch.tensor([1, 2, 3, 4]))
     again, _ = cache.gather(0, torch.tensor([5, 6, 7, 0, 1]))
     assert again.data_ptr() == first.data_ptr()
-    assert again[1, :, 0].tolist() == [21, 23, 25, 27, 29, 31, 1, 3, 5, 7]
+    assert again[:, 1, 0].tolist() == [21, 23, 25, 27, 29, 31, 1, 3, 5, 7]
     other, _ = cache.gather(1, torch.tensor([7, 0]))
     assert other.data_ptr() == first.data_ptr()
-    assert other[:, :, 0].tolist() == [[14, 15, 0, 1]]
+    assert other[:, :, 0].tolist() == [[14], [15], [0], [1]]
     more, _ = cache.gather(0, torch.arange(8))
-    assert more[0, :, 0].tolist() == list(range(0, 32, 2))
+    assert more[:, 0, 0].tolist() == list(range(0, 32, 2))
 
 
 def test_block_bytes() -> None:

@@ -6,8 +6,8 @@ from headrace.rollout.native.attention import (
     MixedAttention,
     PagedDecodeAttention,
     PrefillAttention,
-    cut_by_width,
 )
+from headrace.rollout.native.decode import cut_by_width
 from headrace.rollout.native.kv_cache import PagedKVCache
 
 CPU = torch.device("cpu")
@@ -30,7 +30,9 @@ def by_hand(
     return out
 
 
-@pytest.mark.parametrize("dtype,atol", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(
+    "dtype,atol", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)]
+)
 @pytest.mark.parametrize("window", [None, 1, 5, 8])
 @pytest.mark.parametrize("heads,kv_heads", [(4, 2), (6, 2), (3, 3), (4, 1)])
 def test_prefill_then_mixed_then_decode(
@@ -46,9 +48,9 @@ def test_prefill_then_mixed_then_decode(
     scale = 0.3
 
     def check(out: torch.Tensor, row: int, position: int) -> None:
-        kk, vv = k[row][: position + 1].float().numpy(), v[row][: position + 1].float().numpy()
-        want = by_hand(q[row][position].float().numpy(), kk, vv, scale, window)
-        np.testing.assert_allclose(out.float().numpy(), want, atol=atol)
+        kk, vv = k[row][: position + 1].double().numpy(), v[row][: position + 1].double().numpy()
+        want = by_hand(q[row][position].double().numpy(), kk, vv, scale, window)
+        np.testing.assert_allclose(out.double().numpy(), want, atol=atol)
 
     def slots(row: int, n: int) -> np.ndarray:
         at = np.arange(n)
@@ -87,9 +89,40 @@ def test_prefill_then_mixed_then_decode(
         check(out[i], r, at[i])
 
 
+@pytest.mark.parametrize("dtype,atol", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_layers_may_differ_in_heads_and_windows_and_repeat(dtype: torch.dtype, atol: float) -> None:
+    """One context for a whole step: what it keeps for one layer must not reach another."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = np.array([12, 11, 3])
+    table = np.random.default_rng(1).permutation(12).reshape(3, 4).astype(np.int64)
+    cache = PagedKVCache(4, 12, BLOCK)
+    context = PagedDecodeAttention(cache, table, lengths, CPU)
+    at = np.arange(12)
+    for layer, (heads, kv_heads, dim, window) in enumerate(
+        [(4, 2, 8, None), (4, 2, 8, 5), (6, 1, 16, None), (4, 2, 8, None)]
+    ):
+        k, v = (torch.randn(3, 12, kv_heads, dim, generator=generator).to(dtype) for _ in range(2))
+        q = torch.randn(3, heads, dim, generator=generator).to(dtype)
+        for row, n in enumerate(lengths):
+            slots = torch.from_numpy(table[row, at[: n - 1] // BLOCK] * BLOCK + at[: n - 1] % BLOCK)
+            cache.write(layer, slots, k[row, : n - 1], v[row, : n - 1])
+        newest = (torch.stack([x[row, n - 1] for row, n in enumerate(lengths)]) for x in (k, v))
+        out = context.attend(layer, q, *newest, scale=0.4, window=window)
+        for row, n in enumerate(lengths):
+            keys, values = (x[row, :n].double().numpy() for x in (k, v))
+            want = by_hand(q[row].double().numpy(), keys, values, 0.4, window)
+            np.testing.assert_allclose(out[row].double().numpy(), want, atol=atol)
+
+
 def test_cut_by_width() -> None:
-    assert cut_by_width([4, 4, 4], 0.0) == [(0, 3)]
-    assert cut_by_width([8, 4, 4, 1], 0.0) == [(0, 1), (1, 3), (3, 4)]
+    def cut(widths: list[int], waste: float, free: int = 0) -> list[tuple[int, int]]:
+        return [(part.start, part.stop) for part in cut_by_width(np.array(widths), waste, free)]
+
+    assert cut([4, 4, 4], 0.0) == [(0, 3)]
+    assert cut([8, 4, 4, 1], 0.0) == [(0, 1), (1, 3), (3, 4)]
     # 8 + 7 fill 15 of 16 places; 3 would leave 6 of 24 empty
-    assert cut_by_width([8, 7, 3], 0.15) == [(0, 2), (2, 3)]
-    assert cut_by_width([8, 7, 3], 0.25) == [(0, 3)]
+    assert cut([8, 7, 3], 0.15) == [(0, 2), (2, 3)]
+    assert cut([8, 7, 3], 0.25) == [(0, 3)]
+    assert cut([8, 7, 3, 3], 0.0, free=6) == [(0, 3), (3, 4)]
+    # not sorted: the longest decides
+    assert cut([3, 7, 8], 0.15) == [(0, 1), (1, 3)]

@@ -110,6 +110,24 @@ def test_layouts(arithmetic: Path, alone: dict[str, Path], algorithm: str, layou
     assert_equal_runs(alone[algorithm], run(arithmetic, name, ALGORITHMS[algorithm], layout))
 
 
+@pytest.mark.slow
+def test_groups_that_teach_nothing_are_replaced(arithmetic: Path) -> None:
+    """DAPO: prompts are drawn until the step is full, groups are numbered anew, several updates cut them."""
+    (arithmetic / "even.py").write_text(
+        "def score(completion):\n    return float(sum(c in '02468' for c in completion) > 2)\n"
+    )
+    settings = {
+        **GRPO,
+        "rollout": {"samples_per_prompt": 3, "max_new_tokens": 5},
+        "train": {**GRPO["train"], "samples_per_update": 12},
+        "algorithm": {"name": "dapo"},
+        "reward": {"function": f"{arithmetic}/even.py:score"},
+    }
+    one = run(arithmetic, "dapo-alone", settings)
+    assert sum(line.get("rollout/refills", 0) for line in metrics(one)) > 0
+    assert_equal_runs(one, run(arithmetic, "dapo-cpu_2", settings, "cluster=cpu_2"))
+
+
 def resume(directory: Path, *overrides: str) -> None:
     """Goes on from the checkpoint of step 2 as if the run had been killed there."""
     (directory / "checkpoints" / "latest").write_text("step_2\n")

@@ -289,7 +289,7 @@ def test_many_violations_at_once(
     """Two roles, the batch, another model's vocabulary and the memory of a flow: one report, each with its key."""
     wrong = {
         **config,
-        "algorithm": {"kl_coefficient": 0.1, "filter_groups": True},
+        "algorithm": {"kl_coefficient": 0.1},
         "cluster": {"layout": split(actor={"tp": 4, "dp": 3}, reference={"pp": 4})},
         "lora": {"rank": 2},
     }
@@ -300,7 +300,6 @@ def test_many_violations_at_once(
         "cluster.layout.roles.actor.parallelism",
         "cluster.layout.roles.reference.parallelism",
         "train.prompts_per_step",
-        "algorithm.filter_groups",
     ]
     assert "lora.rank gives adapters; use dp alone" in errors[0]
 

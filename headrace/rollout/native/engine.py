@@ -165,6 +165,7 @@ class _Rollout:
         self.untruncated = np.empty(shape, dtype=np.float64)
         self.versions = np.empty(shape, dtype=np.int64)
         self.counts = np.zeros(total, dtype=np.int64)
+        self.rows = np.empty(total, dtype=np.int64)  # of the samples that run: their place in the block table
         self.stopped = np.zeros(total, dtype=bool)
         longest = max((size[0] + limit for size, limit in zip(sizes, limits, strict=True)), default=0)
         rows = min(engine.max_concurrent_sequences, max(total, 1))
@@ -176,6 +177,8 @@ class _Rollout:
             StopText(self.model.tokenizer, sampling.stop) for _ in range(total if sampling.stop else 0)
         ]
         self.held_hidden: Tensor | None = None  # [1, H] of the prompt whose siblings still wait
+        self.vocab_size = self.model.vocab_size
+        self.head = self.model.head()
         self.stats = RolloutStats(num_blocks=num_blocks)
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> list[list[Completion]]:
@@ -184,11 +187,11 @@ class _Rollout:
         try:
             while scheduler.unfinished:
                 step = scheduler.schedule()
-                hidden, source, samples = self._forward(step)
-                finished = self._draw(hidden, source, samples)
+                hidden, source, who = self._forward(step)
+                finished = [scheduler.samples[i] for i in self._draw(hidden, source, who).tolist()]
                 scheduler.complete(step, finished)
                 stats.steps += 1
-                stats.generated_tokens += len(samples)
+                stats.generated_tokens += len(who)
                 if finished:
                     finished_samples += len(finished)
                     if on_progress is not None:
@@ -220,46 +223,54 @@ class _Rollout:
         )
         return min(worst, int(free_memory_bytes(self.device) * FREE_MEMORY_SHARE) // each)
 
-    def _forward(self, step: Step) -> tuple[Tensor, NDArray[np.int64] | None, list[Sample]]:
-        """Runs the model: hidden states [U, H], each sample's row in them (None: in order), the samples."""
+    def _forward(self, step: Step) -> tuple[Tensor, NDArray[np.int64] | None, NDArray[np.int64]]:
+        """Runs the model: hidden states [U, H], each sample's row in them (None: in order), the samples' numbers."""
         self.cache.copy_blocks(step.copies)
         for sample_ in step.grown:
             self.table[sample_.row, len(sample_.blocks) - 1] = sample_.blocks[-1]
-        samples: list[Sample] = []
+        decodes = self._by_length(step.decodes)
+        if step.decodes and not step.prefills and not step.forks:
+            return self._run_model([], decodes), None, decodes
+        samples: list[int] = []
         source: list[int] = []
         held_before = self.held_hidden
         hidden: list[Tensor] = []
         if step.prefills or step.decodes:
-            out = self._run_model(step.prefills, decodes := self._by_length(step.decodes))
+            for prefill in step.prefills:
+                self._place(prefill.samples)
+            out = self._run_model(step.prefills, decodes)
             for i, prefill in enumerate(step.prefills):
-                samples += prefill.samples
+                samples += [s.id for s in prefill.samples]
                 source += [i] * len(prefill.samples)
                 if prefill.keep:
                     self.held_hidden = out[i : i + 1].clone()
-            samples += decodes
+            samples += decodes.tolist()
             source += range(len(step.prefills), len(out))
             hidden.append(out)
-        for sample_ in step.forks:
-            self.table[sample_.row, : len(sample_.blocks)] = sample_.blocks
         if step.forks:
+            self._place(step.forks)
             # a prompt that starts to be held in this step has no forks yet: these come from the one before
             if held_before is None:
                 raise RunError("rollout: a sample was forked from a prompt that is not held")
-            samples += step.forks
+            samples += [s.id for s in step.forks]
             source += [sum(len(h) for h in hidden)] * len(step.forks)
             hidden.append(held_before)
-        plain = len(samples) == sum(len(h) for h in hidden) and not step.forks
         merged = hidden[0] if len(hidden) == 1 else torch.cat(hidden)
-        return merged, None if plain else np.array(source, dtype=np.int64), samples
+        return merged, np.array(source, dtype=np.int64), np.array(samples, dtype=np.int64)
 
-    def _by_length(self, samples: list[Sample]) -> list[Sample]:
-        if len(samples) < 2:
-            return samples
-        lengths = np.fromiter((s.prompt_tokens + s.generated for s in samples), np.int64, len(samples))
-        return [samples[i] for i in np.argsort(-lengths, kind="stable").tolist()]
+    def _place(self, samples: Sequence[Sample]) -> None:
+        """Enters samples that start to run into the block table."""
+        for sample_ in samples:
+            self.rows[sample_.id] = sample_.row
+            self.table[sample_.row, : len(sample_.blocks)] = sample_.blocks
 
-    def _run_model(self, prefills: Sequence[Prefill], decodes: Sequence[Sample]) -> Tensor:
-        """Hidden states [U, H]: the last one of each prefill, then one per decode."""
+    def _by_length(self, samples: list[Sample]) -> NDArray[np.int64]:
+        """The samples' numbers, longest first."""
+        who = np.array([s.id for s in samples], dtype=np.int64)
+        return who[np.argsort(-(self.prompt_tokens[who] + self.counts[who]), kind="stable")]
+
+    def _run_model(self, prefills: Sequence[Prefill], who: NDArray[np.int64]) -> Tensor:
+        """Hidden states [U, H]: the last one of each prefill, then one for each sample in `who`, which decode."""
         size, device = self.cache.block_size, self.device
         ids, positions, slots = [], [], []
         for prefill in prefills:
@@ -269,21 +280,18 @@ class _Rollout:
             ids += [self.prompts[first.request], self.tokens[first.id, : first.generated]]
             positions.append(where)
             slots.append(blocks[where // size] * size + where % size)
-            for sample_ in prefill.samples:
-                self.table[sample_.row, : len(blocks)] = blocks
         lengths = [prefill.tokens for prefill in prefills]
         fresh = sum(lengths)
         self.stats.prefill_tokens += fresh
         attention: AttentionContext
         if prefills:
             attention = start = PrefillAttention(self.cache, lengths, np.concatenate(slots), device)
-        if decodes:
-            who = np.fromiter((s.id for s in decodes), np.int64, len(decodes))
-            rows = np.fromiter((s.row for s in decodes), np.int64, len(decodes))
-            total = self.prompt_tokens[who] + self.counts[who]
-            ids.append(self.tokens[who, self.counts[who] - 1])
+        if len(who):
+            count = self.counts[who]
+            total = self.prompt_tokens[who] + count
+            ids.append(self.tokens[who, count - 1])
             positions.append(total - 1)
-            table = self.table[rows, : int((total.max() - 1) // size + 1)]
+            table = self.table[self.rows[who], : int((total[0] - 1) // size + 1)]
             attention = PagedDecodeAttention(self.cache, table, total, device)
             if prefills:
                 attention = MixedAttention(start, fresh, attention)
@@ -294,19 +302,20 @@ class _Rollout:
         )
         if not prefills:
             return hidden
-        wanted = np.concatenate([np.cumsum(lengths) - 1, fresh + np.arange(len(decodes))])
+        wanted = np.concatenate([np.cumsum(lengths) - 1, fresh + np.arange(len(who))])
         return hidden[torch.from_numpy(wanted).to(device)]
 
-    def _draw(self, hidden: Tensor, source: NDArray[np.int64] | None, samples: list[Sample]) -> list[Sample]:
-        """Draws one token per sample and records it; returns the samples that ended with it."""
-        who = np.fromiter((s.id for s in samples), np.int64, len(samples))
+    def _draw(
+        self, hidden: Tensor, source: NDArray[np.int64] | None, who: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Draws one token for each sample in `who` and records it; returns those that ended with it."""
         count = self.counts[who]
         uniform = uniforms(self.seeds[who], count)
         early = count < self.sampling.min_new_tokens
-        head = self.model.head()
-        rows_at_once = max(1, LOGITS_AT_ONCE // self.model.vocab_size)
+        head = self.head
+        rows_at_once = max(1, LOGITS_AT_ONCE // self.vocab_size)
         parts: list[Draws] = []
-        for start in range(0, len(samples), rows_at_once):
+        for start in range(0, len(who), rows_at_once):
             part = slice(start, start + rows_at_once)
             if source is None:
                 logits = head.logits(hidden[part])
@@ -332,7 +341,7 @@ class _Rollout:
                     stopped[i] = True
         self.stopped[who] = stopped
         ended = stopped | (count + 1 >= self.limits[who])
-        return [samples[i] for i in ended.nonzero()[0].tolist()]
+        return who[ended]
 
     def _completions(self) -> list[list[Completion]]:
         done = iter(range(len(self.counts)))

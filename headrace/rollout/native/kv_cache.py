@@ -68,11 +68,11 @@ class BlockAllocator:
 
 
 class PagedKVCache:
-    """Keys and values of every layer, [K, N, S, D] each, in dtype and device of the first key written.
+    """Keys and values of every layer, [N, S, K, D] each, in dtype and device of the first key written.
 
-    Heads come first so that what is gathered of a sequence lies in one piece for each head. A layer's pool appears with
-    its first `write`, so layers may differ in heads and head size. Pools start as zeros: a masked slot must hold a
-    finite number, since 0 * NaN is NaN.
+    A token's heads lie side by side, so that it is written in one piece. A layer's pool appears with its first
+    `write`, so layers may differ in heads and head size. Pools start as zeros: a masked slot must hold a finite
+    number, since 0 * NaN is NaN.
     """
 
     def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
@@ -89,26 +89,38 @@ class PagedKVCache:
             pool = pools[layer]
             if pool is None:
                 pool = pools[layer] = self._pool(new)
-            pool.flatten(1, 2).index_copy_(1, slots, new.transpose(0, 1))
+            pool.flatten(0, 1).index_copy_(0, slots, new)
+
+    def rows(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values [N * S * K, D], not copied: slot s of head k is row s * K + k.
+
+        Raises RunError for a layer never written.
+        """
+        keys, values = self._written(layer)
+        return keys.flatten(0, 2), values.flatten(0, 2)
 
     def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [K, B * S, D] of `blocks` [B] (int64), good until the next `gather`.
+        """Keys and values [B * S, K, D] of `blocks` [B] (int64), good until the next `gather`.
 
         Raises RunError for a layer never written.
         """
         found = []
-        for side, pool in enumerate((self._keys[layer], self._values[layer])):
-            if pool is None:
-                raise RunError(f"KV cache layer {layer} is read before it was written")
-            heads, _, size, dim = pool.shape
-            needed = heads * len(blocks) * size * dim
+        for side, pool in enumerate(self._written(layer)):
+            _, size, heads, dim = pool.shape
+            needed = len(blocks) * size * heads * dim
             buffer = self._gathered[side]
             if buffer is None or buffer.numel() < needed:
                 buffer = self._gathered[side] = pool.new_empty(needed + needed // 4)
-            out = buffer[:needed].view(heads, len(blocks), size * dim)
-            torch.index_select(pool.flatten(2), 1, blocks, out=out)
-            found.append(out.view(heads, len(blocks) * size, dim))
+            out = buffer[:needed].view(len(blocks), size * heads * dim)
+            torch.index_select(pool.flatten(1), 0, blocks, out=out)
+            found.append(out.view(len(blocks) * size, heads, dim))
         return found[0], found[1]
+
+    def _written(self, layer: int) -> tuple[Tensor, Tensor]:
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            raise RunError(f"KV cache layer {layer} is read before it was written")
+        return keys, values
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (from, to) in every layer; all are read before any is written."""
@@ -117,7 +129,7 @@ class PagedKVCache:
         for pool in (*self._keys, *self._values):
             if pool is not None:
                 index = torch.tensor(pairs, dtype=torch.int64).to(pool.device)
-                pool.index_copy_(1, index[:, 1], pool.index_select(1, index[:, 0]))
+                pool.index_copy_(0, index[:, 1], pool.index_select(0, index[:, 0]))
 
     def release(self) -> None:
         """Gives the memory back; the next `write` starts from zeros."""
@@ -130,7 +142,7 @@ class PagedKVCache:
         return sum(p.numel() * p.element_size() for p in (*self._keys, *self._values) if p is not None)
 
     def _pool(self, like: Tensor) -> Tensor:
-        shape = (like.shape[1], self.num_blocks, self.block_size, like.shape[2])
+        shape = (self.num_blocks, self.block_size, like.shape[1], like.shape[2])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
