@@ -18,6 +18,7 @@ from headrace.models.adapter_folder import WEIGHTS, saved_name
 from headrace.models.causal_lm import Backbone, CausalLM, ScalarModel
 from headrace.models.hf import no_progress_bars
 from headrace.models.shards import local
+from headrace.training.gathered import GatheredTensors
 
 SHARD_SIZE = "5GB"
 
@@ -40,11 +41,11 @@ def save_hf_folder(model: Backbone, path: Path, *, shard_size: str = SHARD_SIZE,
 
 def _whole_state(model: Backbone, writes: bool) -> dict[str, Tensor]:
     """Every parameter of a model that is cut, whole and on the CPU, where this process `writes`; else nothing."""
+    own = {f"weight/{name}": local(parameter) for name, parameter in model.hf.named_parameters()}
     state: dict[str, Tensor] = {}
-    for name, parameter in model.hf.named_parameters():
-        whole = model.shards.join(name, local(parameter))
+    for key, whole in GatheredTensors(own, model.shards).items():
         if writes:
-            state[name] = whole.to("cpu", model.dtype)
+            state[key.removeprefix("weight/")] = whole.to("cpu", model.dtype)
     return state
 
 

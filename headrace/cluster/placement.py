@@ -153,6 +153,15 @@ class Placement:
         busy = {role.group for role in kept.values()}
         return replace(self, roles=kept, groups={n: g for n, g in self.groups.items() if n in busy})
 
+    def generating(self) -> Placement:
+        """The same with a rollout of whole copies, cut by tp alone, where its group trains with zero3 or pp."""
+        role = self.roles.get("rollout")
+        if role is None or role.parallelism.zero3 * role.parallelism.pp == 1:
+            return self
+        p = role.parallelism
+        plain = RolePlacement(role.group, Parallelism(dp=p.dp * p.pp, tp=p.tp), role.key)
+        return replace(self, roles={**self.roles, "rollout": plain})
+
     def apart(self, first: str, second: str) -> bool:
         """Whether two roles have no device in common, so that they can work at the same time."""
         return self.roles[first].group != self.roles[second].group

@@ -92,6 +92,9 @@ class RankProcess:
         for name, ranks in s["groups"].items():
             made = dist.new_group(ranks, timeout=timeout)
             mine = made if name == s["group"] else mine
+        if len(s["groups"]) > 1:
+            # weights go between groups among some ranks; the first call of an NCCL group must be one of all its ranks
+            dist.all_reduce(torch.zeros(1, device=device))
         site = Site(
             s["rank"],
             s["world"],

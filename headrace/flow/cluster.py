@@ -26,6 +26,7 @@ from headrace.flow.graph import Stage
 from headrace.flow.memory_ranks import LEAST, estimate_cluster
 from headrace.flow.prepare import updates_of
 from headrace.flow.remote import describe_function, describe_role, loaded_problems
+from headrace.flow.rollout_group import RolloutGroup
 from headrace.flow.runtime import LocalRuntime, Rows, Runtime, Started, Writer, named_roles
 from headrace.models.inventory import read_inventory
 from headrace.models.shape import read_shape
@@ -52,7 +53,9 @@ class ClusterRuntime(Runtime):
         self.groups: dict[str, WorkerGroup] = {}
         self.roles: dict[str, Role] = {}
         self.trained: dict[str, Role] = {}
+        self.rollouts: dict[str, RolloutGroup] = {}
         self.home: WorkerGroup | None = None
+        self._updates: dict[str, int] = {}
         self._names: dict[int, str] = {}
 
     def prepare(self, flow: CheckedFlow, total_steps: int, skip: Iterable[Role] = ()) -> None:
@@ -68,8 +71,12 @@ class ClusterRuntime(Runtime):
                 "supervised": flow.supervised,
                 "total_updates": updates_of(flow, role, total_steps),
             }
-            group.create(WORKER, **describe_role(role, flow.config, **preparation))
+            description = describe_role(role, flow.config, **preparation)
+            group.create(WORKER, **description)
             self.groups[name] = group
+            places = self.executor.placement.roles
+            if isinstance(role, Actor) and "rollout" in places and places["rollout"] != places[role.name]:
+                self.rollouts[name] = RolloutGroup(self.executor, group, WORKER, description)
             self._names[id(role)] = name
         if not self.roles:
             self.roles, self.trained = roles, trained
@@ -100,7 +107,12 @@ class ClusterRuntime(Runtime):
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         given = _handle(rows)
         method = stage.role is not None
-        group = self.groups[self._names[id(stage.role)]] if method else self._home
+        name = self._names[id(stage.role)] if method else None
+        group = self._home if name is None else self.groups[name]
+        rollout = self.rollouts.get(name or "") if stage.spec.makes_rows else None
+        if rollout is not None:
+            rollout.refresh(self._updates.get(rollout.actor.name, 0))
+            group = rollout.group
         function = stage.function.__name__ if method else _function_name(flow, stage)
         call = group.start(
             "stage",
@@ -114,7 +126,7 @@ class ClusterRuntime(Runtime):
             },
             label=f"stage '{stage.name}' of flow '{flow.name}', step {context.step} ({group.name})",
         )
-        return _Remote(self, stage, call, context)
+        return _Remote(self, stage, call, context, rollout)
 
     def settle(self, rows: Handle) -> Handle:
         """New rows, shared out evenly by tokens over the home role's ranks: there they stay for the rest of the step."""
@@ -145,7 +157,9 @@ class ClusterRuntime(Runtime):
     # state
 
     def numbers(self) -> dict[str, dict[str, Any]]:
-        return {name: self.groups[name].call("numbers").values[0] for name in self.trained}
+        found = {name: self.groups[name].call("numbers").values[0] for name in self.trained}
+        self._updates = {name: int(numbers["updates"]) for name, numbers in found.items()}
+        return found
 
     def weights(self) -> dict[str, dict[str, Any]]:
         return {name: self.groups[name].call("weights").values[0] for name in self.roles}
@@ -177,6 +191,7 @@ class _Remote:
     stage: Stage
     call: Call
     context: StageContext
+    rollout: RolloutGroup | None = None
     span: tuple[str, float, float] = ("", 0.0, 0.0)
 
     def finish(self, rows: Rows) -> Rows:
@@ -186,6 +201,8 @@ class _Remote:
         for value in result.values:
             self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
         made = result.handle
+        if self.rollout is not None:
+            self.rollout.generated()
         if made is None or not result.written:
             return rows
         if result.new_rows:
@@ -247,8 +264,10 @@ def check_placement(flow: CheckedFlow) -> None:
     problems: list[str] = []
     sizes: dict[str, ModelSize] = {}
     for role in flow.roles:
+        names = (role.name, "rollout") if isinstance(role, Actor) else (role.name,)
+        degrees = [placement.roles[name].parallelism for name in names if name in placement.roles]
         try:
-            size = _model_size(role, placement.roles[role.name].parallelism)
+            size = _model_size(role, degrees)
         except ConfigError as error:
             problems += error.violations
             continue
@@ -263,19 +282,17 @@ def check_placement(flow: CheckedFlow) -> None:
     problems += fit_violations(placement, sizes, rows)
     if "rollout" in placement.roles:
         rollout, actor = placement.roles["rollout"], placement.roles["actor"]
-        if rollout != actor:
+        if rollout != actor and flow.config.lora.rank:
             problems.append(
-                "cluster.layout: rollout and actor must be in one group with one parallelism so far"
+                "lora.rank: an actor with adapters generates in the layout that it trains in so far"
             )
-        if rollout.parallelism.zero3 > 1 or rollout.parallelism.pp > 1:
-            problems.append("cluster.layout: an actor that generates cannot be cut by zero3 or pp so far")
     if not problems:
         problems += estimate_cluster(flow, lambda dp: LEAST).refusals()
     if problems:
         raise ConfigError(problems)
 
 
-def _model_size(role: Role, p: Parallelism) -> ModelSize | None:
+def _model_size(role: Role, degrees: Sequence[Parallelism]) -> ModelSize | None:
     c = role.model_config
     if c.path is None:
         return None
@@ -283,7 +300,7 @@ def _model_size(role: Role, p: Parallelism) -> ModelSize | None:
     if shape is None:
         return None
     size = ModelSize(shape.heads, shape.kv_heads, shape.layers)
-    if p.tp * p.zero3 == 1:
+    if all(p.tp * p.zero3 == 1 for p in degrees):
         return size
     scalar = not isinstance(role, LanguageModelRole)
     found = read_inventory(str(c.path), role.key, scalar=scalar, trust_remote_code=c.trust_remote_code)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from headrace.cluster.mesh import model_ranks
 from headrace.cluster.placement import Placement, RolePlacement
 from headrace.flow.cluster import home_of
 from headrace.flow.compile import CheckedFlow, ancestors
@@ -15,7 +16,8 @@ from headrace.flow.memory_ranks import ClusterMemory, LoadOf, estimate_cluster, 
 from headrace.flow.memory_terms import tokens_at_once
 from headrace.models.hf import resolve_dtype
 from headrace.models.inventory import Inventory, read_inventory
-from headrace.reshard.layout import Layout, Mesh
+from headrace.reshard.layout import Layout
+from headrace.reshard.model_layout import ModelOutline
 from headrace.reshard.plan import plan as reshard_plan
 
 
@@ -202,13 +204,9 @@ def weight_layout(
 ) -> Layout:
     """Which part of every parameter each rank of the cluster holds, as models/sharding.py lays them out."""
     p = place.parallelism
-    axes = {"pp": p.pp, "dp_replicate": p.dp // p.zero3, "zero3": p.zero3, "tp": p.tp}
-    by_name = {w.name: w for w in inventory.weights}
-    return Layout.parallel(
+    outline = ModelOutline(
         inventory.described(dtype),
-        Mesh(axes, placement.ranks(place.group)),
-        tp={name: w.tp_dim for name, w in by_name.items() if w.tp_dim is not None},
-        zero3="zero3" if p.zero3 > 1 else None,
-        stages=(lambda name: sorted(inventory.stages(by_name[name], p.pp))) if p.pp > 1 else None,
-        world=placement.world,
+        {w.name: w.tp_dim for w in inventory.weights if w.tp_dim is not None},
+        {w.name: tuple(sorted(inventory.stages(w, p.pp))) for w in inventory.weights},
     )
+    return outline.layout(model_ranks(placement.ranks(place.group), p), placement.world)

@@ -149,7 +149,7 @@ def _placement(flow: Graph, config: Config, problems: list[str]) -> Placement:
     # a cluster that is joined has its devices elsewhere
     available = None if os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
     try:
-        return placement_of(c, sorted(roles), config.run.device, available)
+        return placement_of(c, sorted(roles), config.run.device, available).generating()
     except ConfigError as error:
         problems += error.violations
         return ONE_DEVICE

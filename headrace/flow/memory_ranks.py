@@ -17,6 +17,7 @@ from headrace.flow.compile import CheckedFlow
 from headrace.flow.memory_terms import (
     LIBRARIES,
     LIBRARY_BYTES,
+    WITHOUT,
     Cut,
     Estimate,
     Load,
@@ -31,7 +32,8 @@ from headrace.flow.memory_terms import (
     tokens_at_once,
 )
 from headrace.models.hf import resolve_dtype
-from headrace.models.inventory import Inventory, Place, read_inventory, stage_layers
+from headrace.models.inventory import Inventory, Place, read_inventory
+from headrace.models.stage import split_layers
 from headrace.observe.machine import host_memory
 from headrace.observe.report_facts import format_bytes
 from headrace.roles.role import LanguageModelRole, Role
@@ -239,20 +241,35 @@ def _add_rollout(
     load_of: LoadOf,
     width: int,
 ) -> None:
-    """The KV cache and one pass; and the weights, where the actor's own do not lie as generation needs them."""
+    """The KV cache and one pass; and weights, where the actor's own do not lie as generation needs them.
+
+    Beside the actor that trains they are there only while it generates, and what of them it has in one piece is used
+    where it lies (training/weight_sync.py).
+    """
     model = next((m for role, m in models.items() if role.name == "actor"), None)
     load = load_of(rollout.parallelism.dp)
     if model is None or not load.rows_at_once:
         return
     p = rollout.parallelism
     sizes = rank_sizes(model.sizes, model.inventory, replace(p, zero3=1), rank, width, 1)
-    if not shares_weights(flow):
-        estimate.always.append(Part("rollout weights", sizes.base * width, "use a smaller model.path"))
+    actor = flow.placement.roles["actor"]
+    own: list[Part] = []
+    if actor.group != rollout.group:
+        estimate.always.append(Part("rollout weights", sizes.base * width, WITHOUT["actor"]))
+    elif not shares_weights(flow):
+        missing = sizes.base
+        if (
+            actor.parallelism.zero3 == 1 or width == 4
+        ):  # zero3 keeps float32 shards, which are no views of others
+            missing = model.inventory.missing(
+                coordinates(actor.parallelism, rank), coordinates(rollout.parallelism, rank)
+            )
+        own = [Part("rollout weights", missing * width, WITHOUT["actor"])]
     weights = sum(part.bytes for part in estimate.always)
     room = max(0, estimate.free - weights) if estimate.total else 1 << 60
     # a draw is made from whole logits on every tp rank
     shape = replace(sizes.shape, vocab=model.sizes.shape.vocab)
-    estimate.phases["rollout"] = rollout_parts(flow.config, shape, width, load, room)
+    estimate.phases["rollout"] = own + rollout_parts(flow.config, shape, width, load, room)
 
 
 def shares_weights(flow: CheckedFlow) -> bool:
@@ -275,7 +292,7 @@ def rank_sizes(
         kv_heads=-(-shape.kv_heads // p.tp),
         intermediate=-(-shape.intermediate // p.tp),
         vocab=-(-shape.vocab // p.tp),
-        layers=max(1, len(stage_layers(shape.layers, p.pp)[pp[0]])),
+        layers=max(1, len(split_layers(shape.layers, p.pp)[pp[0]])),
     )
     layer, ends = inventory.gathered(tp, pp)
     cut = Cut(

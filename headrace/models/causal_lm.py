@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RunError
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.models.lora import Adapters
 from headrace.models.norm import use_fast_norms
 from headrace.models.shards import Shards
+from headrace.models.stage import Run, relay, without_layers
 from headrace.models.tensor_parallel import VocabShard
 
 
@@ -47,6 +48,7 @@ class Backbone(nn.Module):
 
     adapters: Adapters | None  # None: the whole model trains
     shards: Shards  # where its parameters lie (models/sharding.py)
+    chunks: tuple[nn.Module, ...]  # what `run_layers` runs: the base model, or pieces of it (models/stage.py)
 
     def __init__(self, hf: Any, tokenizer: Any, adapters: Adapters | None = None) -> None:
         super().__init__()
@@ -54,6 +56,7 @@ class Backbone(nn.Module):
         self.tokenizer = tokenizer
         self.adapters = adapters
         self.shards = Shards()
+        self.chunks = (hf.base_model,)
         self.text_config = hf.config.get_text_config()
         use_fast_norms(hf)
 
@@ -75,13 +78,31 @@ class Backbone(nn.Module):
         return int(value) if value else None
 
     def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        """input_ids [T], position_ids [T] (int64, on the model's device) → last hidden states [T, H]."""
+        """input_ids [T], position_ids [T] (int64, on the model's device) → last hidden states [T, H].
+
+        Raises RunError on a process that has only some of the layers.
+        """
+        if self.shards.mesh.size("pp") > 1:
+            raise RunError(
+                "parallelism.pp: this process has only some layers of the model; it can train them alone"
+            )
         return self.run_layers(input_ids, position_ids, attention)[0]
 
-    def run_layers(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
-        """`hidden_states` as transformers gives them, [1, T, H]: FSDP's hooks want no view of them."""
-        out = self.hf.base_model(
-            input_ids=input_ids.unsqueeze(0),
+    def run_layers(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        chunk: int = 0,
+        incoming: Tensor | None = None,
+    ) -> Tensor:
+        """`hidden_states` as transformers gives them, [1, T, H]: FSDP's hooks want no view of them.
+
+        `incoming` [1, T, H]: what the layers before this chunk gave, where the model is cut into several.
+        """
+        ids = {"input_ids": input_ids.unsqueeze(0)} if incoming is None else {"inputs_embeds": incoming}
+        out = self.chunks[chunk](
+            **ids,
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
             headrace_attention=attention,
@@ -190,34 +211,9 @@ def verify_against_hf(model: CausalLM | ScalarModel, tolerance: float | None = N
     root mean square difference of the centred logits, relative to their own spread (of hidden states and score where
     the head is a scalar), so that neither flat nor peaked distributions hide an error. Raises ConfigError.
     """
-    config = model.hf.config
-    vocab = model.hf.get_input_embeddings().num_embeddings
-    window = getattr(model.text_config, "sliding_window", None) or 0
-    length = int(min(model.max_positions or 64, max(12, min(window + 4, 64))))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab, (length,), generator=generator).to(model.device)
-    short = length // 2
-    # two sequences in one pack: the second must equal the model's own forward over that sequence alone
-    packed = torch.cat([ids[:short], ids])
-    positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
-    hidden = model.hidden_states(packed, positions, PackedAttention([short, length], model.device))[short:]
-    before = config._attn_implementation
-    try:
-        model.hf.set_attn_implementation("eager")
-        their_hidden = model.hf.base_model(input_ids=ids.unsqueeze(0), use_cache=False).last_hidden_state[0]
-        theirs = model.hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
-    finally:
-        model.hf.set_attn_implementation(before)
-    if isinstance(model, CausalLM) and model.vocab_shard is not None:
-        theirs = model.vocab_shard.join(theirs)
     if tolerance is None:
         tolerance = 1e-3 if model.dtype == torch.float32 else 0.4  # bf16 noise of real models: 0.1
-    if isinstance(model, CausalLM):
-        error = relative_error(centred(model.head().logits(hidden)), centred(theirs))
-    else:
-        score_error = (model.scalars(hidden[-1:]) - theirs).abs().max() / (theirs.abs().max() + 1e-3)
-        errors = [float(score_error), relative_error(hidden.float(), their_hidden.float())]
-        error = max(errors) if all(map(math.isfinite, errors)) else math.nan
+    error = model.shards.mesh.from_last(_error_against_hf(model))
     if not math.isfinite(error):
         raise ConfigError(
             f"the outputs of this {type(model.hf).__name__} are not finite; its weights may be damaged, or too large for"
@@ -228,6 +224,68 @@ def verify_against_hf(model: CausalLM | ScalarModel, tolerance: float | None = N
             f"headrace does not compute {type(model.hf).__name__} correctly (its outputs differ from the model's own by"
             f" {error:.1%} of their spread); decoder-only models with full or sliding-window attention are supported"
         )
+
+
+def _error_against_hf(model: CausalLM | ScalarModel) -> float:
+    """See verify_against_hf. Meaningless where the head is elsewhere."""
+    config, mesh = model.hf.config, model.shards.mesh
+    vocab = int(model.text_config.vocab_size)
+    window = getattr(model.text_config, "sliding_window", None) or 0
+    length = int(min(model.max_positions or 64, max(12, min(window + 4, 64))))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocab, (length,), generator=generator).to(model.device)
+    short = length // 2
+    # two sequences in one pack: the second must equal the model's own forward over that sequence alone
+    packed = torch.cat([ids[:short], ids])
+    positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
+    attention = PackedAttention([short, length], model.device)
+
+    def ours(chunk: int, incoming: Tensor | None) -> Tensor:
+        return model.run_layers(packed, positions, attention, chunk, incoming)
+
+    def their_own(chunk: int, incoming: Tensor | None) -> Tensor:
+        given = {"input_ids": ids.unsqueeze(0)} if incoming is None else {"inputs_embeds": incoming}
+        out: Tensor = model.chunks[chunk](**given, use_cache=False).last_hidden_state
+        return out
+
+    def passed(run: Run, tokens: int) -> Tensor:
+        width = int(model.text_config.hidden_size)
+        return relay(mesh, (1, tokens, width), model.dtype, run)
+
+    hidden = passed(ours, len(packed))[0, short:]
+    before = config._attn_implementation
+    try:
+        model.hf.set_attn_implementation("eager")
+        their_hidden = passed(their_own, length)[0]
+        theirs = _their_outputs(model, ids, their_hidden)
+    finally:
+        model.hf.set_attn_implementation(before)
+    if not mesh.is_last:
+        return 0.0
+    if isinstance(model, CausalLM):
+        if model.vocab_shard is not None:
+            theirs = model.vocab_shard.join(theirs)
+        return relative_error(centred(model.head().logits(hidden)), centred(theirs))
+    score_error = (model.scalars(hidden[-1:]) - theirs).abs().max() / (theirs.abs().max() + 1e-3)
+    errors = [float(score_error), relative_error(hidden.float(), their_hidden.float())]
+    return max(errors) if all(map(math.isfinite, errors)) else math.nan
+
+
+def _their_outputs(model: CausalLM | ScalarModel, ids: Tensor, hidden: Tensor) -> Tensor:
+    """float32 logits [T, …] of the model's own forward over `ids` [T], or of its head alone where others have layers."""
+    hf: Any = model.hf
+    if model.shards.mesh.size("pp") == 1:
+        own: Tensor = hf(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
+        return own
+    base, no_layers = hf.base_model, without_layers(hf)
+    if not model.shards.mesh.is_last:
+        return hidden
+    setattr(hf, hf.base_model_prefix, no_layers)
+    try:
+        own = hf(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0].float()
+    finally:
+        setattr(hf, hf.base_model_prefix, base)
+    return own
 
 
 def relative_error(ours: Tensor, theirs: Tensor) -> float:

@@ -6,7 +6,6 @@ rows of what is left, `pp` gives a rank some of the layers.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 from headrace.models.sharding import decoder_layers
 from headrace.models.shards import part_of
+from headrace.models.stage import split_layers
 from headrace.models.tp_plan import COLUMN, PARTIAL, read_plan
 
 Place = tuple[int, int]
@@ -40,14 +40,19 @@ class Weight:
     layer: int | None
     ends: frozenset[str] = frozenset()
 
-    def numel(self, tp: Place = WHOLE, zero3: Place = WHOLE) -> int:
-        """Elements on the rank at these indices, of a stage that has the parameter."""
-        own = list(self.shape)
+    def ranges(self, tp: Place = WHOLE, zero3: Place = WHOLE) -> list[range]:
+        """What of each dimension the rank at these indices has, where its stage has the parameter."""
+        own = [range(extent) for extent in self.shape]
         if self.tp_dim is not None:
-            own[self.tp_dim] = len(part_of(own[self.tp_dim], tp[1], tp[0]))
+            own[self.tp_dim] = part_of(self.shape[self.tp_dim], tp[1], tp[0])
         if own:
-            own[0] = len(part_of(own[0], zero3[1], zero3[0]))
-        return math.prod(own)
+            rows = part_of(len(own[0]), zero3[1], zero3[0])
+            own[0] = range(own[0].start + rows.start, own[0].start + rows.stop)
+        return own
+
+    def numel(self, tp: Place = WHOLE, zero3: Place = WHOLE) -> int:
+        """Elements of these."""
+        return math.prod(map(len, self.ranges(tp, zero3)))
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,26 @@ class Inventory:
         """Parameters that the rank at these indices holds."""
         return sum(w.numel(tp, zero3) for w in self.weights if pp[0] in self.stages(w, pp[1]))
 
+    def missing(self, held: tuple[Place, Place, Place], needed: tuple[Place, Place, Place]) -> int:
+        """Elements of the parameters that a rank needs at (tp, zero3, pp) and has not whole at those of `held`."""
+        return sum(
+            w.numel(*needed[:2])
+            for w in self.weights
+            if needed[2][0] in self.stages(w, needed[2][1])
+            and not (
+                held[2][0] in self.stages(w, held[2][1])
+                and all(
+                    a.start <= b.start and b.stop <= a.stop
+                    for a, b in zip(w.ranges(*held[:2]), w.ranges(*needed[:2]), strict=True)
+                )
+            )
+        )
+
     def stages(self, weight: Weight, pp: int) -> frozenset[int]:
         """The pipeline stages that hold a parameter."""
         if weight.layer is not None:
             return frozenset(
-                {next(s for s, own in enumerate(stage_layers(self.layers, pp)) if weight.layer in own)}
+                {next(s for s, own in enumerate(split_layers(self.layers, pp)) if weight.layer in own)}
             )
         return frozenset({0 if end == "first" else pp - 1 for end in weight.ends})
 
@@ -87,13 +107,6 @@ class Inventory:
     def described(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name → (shape, dtype), as reshard/layout.py takes them."""
         return {w.name: (w.shape, dtype) for w in self.weights}
-
-
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """Consecutive layers for each pipeline stage, in numbers that differ by at most one; earlier stages have more."""
-    least, more = divmod(layers, stages)
-    starts = [stage * least + min(stage, more) for stage in range(stages + 1)]
-    return [range(a, b) for a, b in itertools.pairwise(starts)]
 
 
 def read_inventory(path: str, key: str, *, scalar: bool, trust_remote_code: bool = False) -> Inventory | None:

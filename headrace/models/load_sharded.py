@@ -126,6 +126,42 @@ def _empty(
     return CausalLM(hf, tokenizer, eos_token_ids(hf, tokenizer))
 
 
+def empty_on_mesh(
+    path: str,
+    mesh: Mesh,
+    *,
+    key: str = "model.path",
+    tokenizer: Any = None,
+    dtype: torch.dtype = torch.float32,
+    trust_remote_code: bool = False,
+) -> CausalLM:
+    """A policy on the mesh, frozen and without memory for its parameters, which training/weight_sync.py gives it.
+
+    No weights are read. Every process of the mesh has to call. Raises ConfigError naming `key` as load_onto_mesh does,
+    and for what has no configuration of a whole model (GGUF, adapters).
+    """
+    found = find_model(path, key)
+    if found.endswith(".gguf") or adapter_folder(found, key) is not None:
+        raise ConfigError(
+            f"{key}: '{path}' generates in the layout that it trains in; another one needs a folder or hub id of"
+            " safetensors of the whole model"
+        )
+    model = _empty(found, key, "vocabulary", tokenizer, dtype, trust_remote_code)
+    if not isinstance(model, CausalLM):
+        raise ConfigError(f"{key}: '{path}' is not a causal language model")
+    shard_model(model, mesh)
+    # what gives buffers their starting values gives them to the parameters beside them as well, which must be there
+    needed = {id(p) for module in _with_buffers(model.hf) for p in module.parameters(recurse=False)}
+    for parameter in model.parameters():
+        if id(parameter) not in needed:
+            parameter.data = parameter.data.new_empty(0)
+    _give_memory(model, mesh.device)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.new_empty(0)
+    model.set_trainable(False)
+    return model
+
+
 def _open(
     path: str, key: str, model: Backbone, files: contextlib.ExitStack, head: Head
 ) -> dict[str, Any] | None:

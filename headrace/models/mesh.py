@@ -1,7 +1,7 @@
-"""The processes that one model runs on: a grid `dp_replicate x zero3 x tp`, and what they say to each other.
+"""The processes that one model runs on: a grid `pp x dp_replicate x zero3 x tp`, and what they say to each other.
 
-Ranks along `dp_replicate` and `zero3` hold different rows (they are *data-parallel*); ranks along `tp` hold the same
-rows. A mesh of one process has no groups, and every exchange gives back what it was given.
+Ranks along `dp_replicate` and `zero3` hold different rows (they are *data-parallel*); ranks along `pp` and `tp` hold the
+same rows. A mesh of one process has no groups, and every exchange gives back what it was given.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from headrace.errors import ConfigError
 from headrace.stages import DataRanks
 
-Axis = Literal["dp_replicate", "zero3", "tp"]
+Axis = Literal["pp", "dp_replicate", "zero3", "tp"]
 DATA_AXES: tuple[Axis, ...] = ("dp_replicate", "zero3")
-ALL_AXES: tuple[Axis, ...] = (*DATA_AXES, "tp")
+ALL_AXES: tuple[Axis, ...] = ("pp", *DATA_AXES, "tp")
 
 
 @dataclass(frozen=True)
@@ -30,25 +30,31 @@ class Parallelism:
     """How many processes there are along each axis.
 
     `dp_replicate`: whole copies of the model. `zero3`: each weight, gradient and optimizer moment cut over so many
-    data-parallel ranks. `tp`: each layer's heads, MLP columns and vocabulary cut over so many ranks.
+    data-parallel ranks. `tp`: each layer's heads, MLP columns and vocabulary cut over so many ranks. `pp`: the layers, in
+    order, over so many ranks, and with `pp_chunks` above 1 in so many turns: of 8 layers in 2 x 2, the first rank has
+    1, 2, 5 and 6 (interleaved, training/timetable.py).
     """
 
     dp_replicate: int = 1
     zero3: int = 1
     tp: int = 1
+    pp: int = 1
+    pp_chunks: int = 1
 
     def __post_init__(self) -> None:
         wrong = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1]
         if wrong:
             raise ConfigError([f"parallelism: {text} must be at least 1" for text in wrong])
+        if self.pp_chunks > 1 and self.pp == 1:
+            raise ConfigError(f"parallelism: pp_chunks={self.pp_chunks} is for pp above 1")
 
     @property
     def size(self) -> int:
-        return self.dp_replicate * self.zero3 * self.tp
+        return self.pp * self.dp_replicate * self.zero3 * self.tp
 
 
 class Mesh:
-    """This process's place in the grid. Ranks count along `tp` first, then `zero3`, then `dp_replicate`.
+    """This process's place in the grid. Ranks count along `tp` first, then `zero3`, `dp_replicate`, `pp`.
 
     Made by the processes in `ranks` at the same time, and by no others.
     """
@@ -71,13 +77,13 @@ class Mesh:
         ranks = range(dist.get_world_size()) if ranks is None else ranks
         if len(ranks) != p.size:
             raise ConfigError(
-                f"parallelism: dp_replicate={p.dp_replicate} x zero3={p.zero3} x tp={p.tp} is {p.size} processes, and"
-                f" there are {len(ranks)}"
+                f"parallelism: pp={p.pp} x dp_replicate={p.dp_replicate} x zero3={p.zero3} x tp={p.tp} is {p.size}"
+                f" processes, and there are {len(ranks)}"
             )
         if any(a >= b for a, b in itertools.pairwise(ranks)):
             # torch sorts the ranks of a group, and a rank's index in it must be its index on the axis
             raise ConfigError(f"parallelism: the ranks of a mesh must ascend, and {list(ranks)} do not")
-        grid = torch.tensor(list(ranks)).view(p.dp_replicate, p.zero3, p.tp)
+        grid = torch.tensor(list(ranks)).view(p.pp, p.dp_replicate, p.zero3, p.tp)
         if dist.get_rank() not in ranks:
             raise ConfigError(f"parallelism: rank {dist.get_rank()} is none of the mesh's {list(ranks)}")
         self.device_mesh = _device_mesh(self.device.type, grid)
@@ -94,6 +100,18 @@ class Mesh:
         if self.device_mesh is None or self.size(axis) == 1:
             return None
         return self.device_mesh.get_group(axis)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this process has the last layers and the head, and so the outputs."""
+        return self.rank("pp") == self.size("pp") - 1
+
+    def from_last(self, value: Any) -> Any:
+        """The `value` of the last of the ranks along pp. For small plain (JSON) values."""
+        group = self.group("pp")
+        if group is None:
+            return value
+        return gather_plain(value, group)[-1]
 
     def all_reduce(
         self,
@@ -172,7 +190,8 @@ def _device_mesh(device_type: str, grid: Tensor) -> DeviceMesh:
     """The mesh of `grid` [one dimension for each axis, global ranks], with groups that its own ranks make alone.
 
     torch's own constructor wants every rank of the world at every mesh, and a worker group has only its own ranks.
-    Each group has the ranks that differ in one coordinate; all ranks make theirs in the order of the axes.
+    Each group has the ranks that differ in one coordinate; all ranks make theirs in the order of the axes. torch names a
+    group by its ranks and by how many groups the process has: those of a mesh must have made equally many before.
     """
     here = (grid == dist.get_rank()).nonzero()[0].tolist()
     groups = []

@@ -1,4 +1,5 @@
-"""Puts a model onto a mesh: tensor parallel layers, then FSDP2 (https://arxiv.org/abs/2304.11277) over `zero3`."""
+"""Puts a model onto a mesh: tensor parallel layers, then the layers of this process's pipeline stage, then FSDP2
+(https://arxiv.org/abs/2304.11277) over `zero3`."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from headrace.errors import ConfigError
 from headrace.models.causal_lm import Backbone, CausalLM
 from headrace.models.mesh import Mesh
 from headrace.models.shards import Shards
+from headrace.models.stage import cut_stages, without_layers
 from headrace.models.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, cut
 from headrace.models.tp_plan import COLUMN, PARTIAL, tp_plan
 
@@ -32,15 +34,19 @@ def shard_model(model: Backbone, mesh: Mesh) -> None:
     p = mesh.parallelism
     if model.shards.mesh.parallelism.size > 1:
         raise ConfigError(f"parallelism: {type(model.hf).__name__} is already laid onto a mesh")
-    if model.adapters is not None and (p.tp > 1 or p.zero3 > 1):
+    if model.adapters is not None and p.tp * p.zero3 * p.pp > 1:
         raise ConfigError(
-            "parallelism: a model with LoRA adapters runs on dp_replicate alone; tp and zero3 are not built"
+            "parallelism: a model with LoRA adapters runs on dp_replicate alone; tp, zero3 and pp are not built"
         )
     shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
     model.shards = Shards(mesh, shapes)
     tp = mesh.group("tp")
     if tp is not None:
         _cut_layers(model, tp, model.shards)
+    if p.pp > 1:
+        model.chunks = cut_stages(model.hf, mesh, model.shards)
+        if model.device.type != "meta":
+            without_layers(model.hf)
     if p.zero3 > 1:
         _shard_rows(model, mesh)
 

@@ -1,6 +1,7 @@
 """Which part of each parameter this process holds, and the way between parts and whole tensors.
 
-A parameter is cut along `tp` first (one dimension of it, or not at all), and what is left along `zero3`, by rows.
+Along `pp` a parameter is on one rank, or a tied one on two. There it is cut along `tp` first (one dimension of it, or not
+at all), and what is left along `zero3`, by rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Shards:
 
     `dims`: the dimension that is cut over `tp`; a name that is missing is whole there. `partial`: parameters that every
     tp rank has whole and uses for its own heads alone, so that their gradient is the sum over tp ranks. `compute_dtype`:
-    what a pass computes in, where that is not the parameters' own dtype.
+    what a pass computes in, where that is not the parameters' own dtype. `stages`: the ranks along pp that have a
+    parameter; a name that is missing is on all of them. `shapes` are those of all stages.
     """
 
     mesh: Mesh = field(default_factory=Mesh)
@@ -43,11 +45,18 @@ class Shards:
     dims: dict[str, int] = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     compute_dtype: torch.dtype | None = None
+    stages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def tied(self) -> list[str]:
+        """Parameters of which this stage and another have a copy each, in an order that both know."""
+        rank = self.mesh.rank("pp")
+        return [name for name, ranks in self.stages.items() if len(ranks) > 1 and rank in ranks]
 
     @property
     def is_cut(self) -> bool:
         """Whether a process has only parts of the parameters."""
-        return self.mesh.size("tp") * self.mesh.size("zero3") > 1
+        return self.mesh.size("pp") * self.mesh.size("tp") * self.mesh.size("zero3") > 1
 
     def shape(self, name: str, parameter: Tensor) -> torch.Size:
         """The shape of the whole parameter."""

@@ -27,9 +27,16 @@ class StartingPolicy(CausalLM):
         adds = any(bool(value.any()) for name, value in now.items() if ".lora_B." in name)
         self._start: dict[str, Tensor] = now if adds else {}
 
-    def hidden_states(self, input_ids: Tensor, position_ids: Tensor, attention: AttentionContext) -> Tensor:
+    def run_layers(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attention: AttentionContext,
+        chunk: int = 0,
+        incoming: Tensor | None = None,
+    ) -> Tensor:
         with self._as_it_started():
-            return super().hidden_states(input_ids, position_ids, attention)
+            return super().run_layers(input_ids, position_ids, attention, chunk, incoming)
 
     def _as_it_started(self) -> AbstractContextManager[None]:
         return adapters_holding(self.hf, self._start) if self._start else adapters_off(self.hf)

@@ -23,6 +23,7 @@ from headrace.errors import ConfigError, DataError, HeadraceError, RunError
 from headrace.observe.report_charts import page_data
 from headrace.observe.report_facts import facts, headlines, notes, numbers_table, setting_text, title
 from headrace.observe.report_runs import ReportRun, read_run, settings_that_differ
+from headrace.observe.report_timeline import timelines
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def render(runs: Sequence[ReportRun]) -> str:
     )
     environment.filters["setting"] = setting_text
     environment.filters["breakable"] = _breakable
+    timeline = timelines(runs)  # first, since it may add to the notes
     template = environment.from_string((page / "page.html").read_text(encoding="utf-8"))
     return template.render(
         style=Markup(style),
@@ -91,6 +93,7 @@ def render(runs: Sequence[ReportRun]) -> str:
         title=title(runs),
         runs=[facts(run) for run in runs],
         headlines=headlines(runs),
+        timeline=timeline,
         numbers=numbers_table(runs),
         differences=settings_that_differ(runs) if len(runs) > 1 else [],
         notes=notes(runs),

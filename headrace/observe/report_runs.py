@@ -203,8 +203,8 @@ def read_samples(path: Path, kind: str, notes: list[str]) -> list[SampleSet]:
         return []
     steps: dict[int, list[bytes]] = {}
     previous: int | None = None
-    for line in _lines(path, notes):
-        step = _step_of(line)
+    for line in whole_lines(path, notes):
+        step = step_of(line)
         if step is None:
             continue
         # a resumed run writes a step's samples again
@@ -228,7 +228,7 @@ def _one_each(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [last[key] for key in sorted(last)]
 
 
-def _lines(path: Path, notes: list[str]) -> Iterator[bytes]:
+def whole_lines(path: Path, notes: list[str]) -> Iterator[bytes]:
     """Whole lines; of a very large file, those of its beginning and of its end."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -243,17 +243,17 @@ def _lines(path: Path, notes: list[str]) -> Iterator[bytes]:
         yield from file
 
 
-def _step_of(line: bytes) -> int | None:
+def step_of(line: bytes) -> int | None:
     """The step of a line, without parsing its texts where it begins as headrace writes it."""
     match = re.match(rb'\s*\{"step": ?(\d{1,15}),', line)
     if match is not None:
         return int(match[1])
-    record = _record(line)
+    record = record_of(line)
     step = None if record is None else record.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line.decode("utf-8", errors="replace"))
     except (ValueError, RecursionError):
@@ -262,7 +262,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _sample(line: bytes) -> dict[str, Any] | None:
-    record = _record(line)
+    record = record_of(line)
     if record is None:
         return None
     order = {k: record[k] if isinstance(record.get(k), int) else 0 for k in ("prompt_id", "sample_index")}

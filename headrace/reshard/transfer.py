@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from headrace.errors import ConfigError, RunError
+from headrace.reshard.among import Among
 from headrace.reshard.box import Box
 from headrace.reshard.exchange import Exchange, Tensors, find, required
-from headrace.reshard.live import local, wire_device
+from headrace.reshard.live import local
 from headrace.reshard.plan import Entry, Plan
 from headrace.reshard.schedule import Item, buckets
 
@@ -88,8 +90,11 @@ def run(
     target: Tensors,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> Report:
-    """Fill the target tensors of this rank; to be called by all ranks of the plan, each with its own tensors.
+    """Fill the target tensors of this rank; to be called by all `ranks`, each with its own tensors.
+
+    `ranks` (default: all of the group) must be those that hold a part in one of the layouts.
 
     source, target: parameter name (any of a tied storage's) → tensor or DTensor of exactly the rank's box and dtype. A
     target may share memory with its source only where both hold the same elements. `bucket_bytes` bounds the staging
@@ -104,7 +109,7 @@ def run(
         schedule = buckets(plan, bucket_bytes)
     except ConfigError as error:
         bad += error.violations
-    _agree(plan, bucket_bytes, bad, group)
+    _agree(plan, bucket_bytes, bad, group, ranks)
     with torch.no_grad():
         copied, viewed = _keep(plan, rank, source, target)
         exchange = Exchange(plan, rank, source, target, _device(target or source), group)
@@ -208,26 +213,22 @@ def _across(entry: Entry, rank: int, source: Tensors, target: Tensors) -> list[s
     return [sentence]
 
 
-def _agree(plan: Plan, bucket_bytes: int, bad: list[str], group: dist.ProcessGroup | None) -> None:
-    """All ranks have the same plan and good tensors, or all of them raise.
-
-    Also the first call of a group that NCCL wants all its ranks to make, before any are sent point to point.
-    """
-    if not dist.is_initialized():
-        if plan.world > 1:
-            bad = [*bad, f"a plan of {plan.world} ranks needs torch.distributed: init_process_group first"]
-        if bad:
-            raise ConfigError(bad)
-        return
+def _agree(
+    plan: Plan,
+    bucket_bytes: int,
+    bad: list[str],
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int] | None,
+) -> None:
+    """All ranks have the same plan and good tensors, or all of them raise."""
+    if not dist.is_initialized() and plan.world > 1:
+        bad = [*bad, f"a plan of {plan.world} ranks needs torch.distributed: init_process_group first"]
+        raise ConfigError(bad)
     digest = plan.digest ^ bucket_bytes
-    state = torch.tensor([digest, -digest, len(bad)], dtype=torch.int64, device=wire_device(group))
     try:
-        dist.all_reduce(state, dist.ReduceOp.MAX, group=group)
-    except RuntimeError as error:
-        raise RunError(
-            f"resharding did not start: not all ranks came: {str(error).splitlines()[0]}"
-        ) from error
-    highest, lowest, worst = state.tolist()
+        highest, lowest, worst = Among(ranks, group).largest([digest, -digest, len(bad)])
+    except RunError as error:
+        raise RunError(f"resharding did not start: not all ranks came: {error}") from error
     if bad:
         raise ConfigError(bad)
     if highest != -lowest:

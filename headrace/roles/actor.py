@@ -19,6 +19,8 @@ from headrace.config import Config
 from headrace.data.batch import Batch
 from headrace.data.prompts import group_numbers
 from headrace.errors import ConfigError
+from headrace.models.hf import resolve_dtype
+from headrace.models.load_sharded import empty_on_mesh
 from headrace.models.lora import require_peft
 from headrace.roles.role import (
     LanguageModelRole,
@@ -81,6 +83,25 @@ class Actor(LanguageModelRole):
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
         )
+
+    def make_empty(self) -> None:
+        """Has a model without weights, which come from another actor (training/weight_sync.py)."""
+        if self.mesh is None:
+            raise RuntimeError("actor: a model without weights is for a mesh")
+        c = self.model_config
+        self._model = empty_on_mesh(
+            str(c.path),
+            self.mesh,
+            key=self.key,
+            tokenizer=self.tokenizer,
+            dtype=resolve_dtype(c.dtype, self.mesh.device),
+            trust_remote_code=c.trust_remote_code,
+        )
+
+    def set_weight_version(self, updates: int) -> None:
+        """Notes how many updates the weights that generate have had."""
+        if self._rollout is not None:
+            self._rollout.weight_version = updates
 
     def plays(self, config: Config) -> bool:
         """True where a rollout is an episode of several turns."""
@@ -202,7 +223,10 @@ class Actor(LanguageModelRole):
 
     @stage(reads=("input_ids", "response_mask"), writes=("logprobs",), optional=ROLLOUT_LOGPROBS)
     def logprobs(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """The trainer's own log-probabilities of the sampled tokens, before this step's updates."""
+        """The trainer's own log-probabilities of the sampled tokens, before this step's updates.
+
+        None on pipeline ranks without the last layers, here and in every stage that asks a model.
+        """
         out = self.engine.outputs(batch)
         if out.logprobs is not None and "rollout_logprobs" in batch:
             context.metrics.merge(logprob_gap(out.logprobs, rollout_reference(batch), batch["response_mask"]))
@@ -224,7 +248,10 @@ class Actor(LanguageModelRole):
         updates = update_batches(batch, context)
         if len(updates) > 1 and "logprobs" not in batch:
             # several updates need the log-probabilities from before the first
-            batch = batch.with_columns(self.logprobs(batch, context))
+            own = {
+                name: column for name, column in self.logprobs(batch, context).items() if column is not None
+            }
+            batch = batch.with_columns(own)
             updates = update_batches(batch, context)
         measure_gap = "logprobs" not in batch
         loss = PolicyLoss(config.algorithm, measure_gap=measure_gap, kl_coefficient=context.kl_coefficient)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headrace.checkpoint.export import save_hf_folder
 from headrace.config import Config, ModelConfig
 from headrace.data.batch import Batch
@@ -91,7 +89,7 @@ class RewardModel(ReaderRole):
     @stage(reads=("input_ids", "response_mask"), writes=("reward_model_score",))
     def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         """float32 [R], from the hidden state at each row's last token."""
-        return {"reward_model_score": self._scores(batch)}
+        return {"reward_model_score": self.engine.outputs(batch).scores}
 
     @stage(
         reads=PAIR_COLUMNS,
@@ -111,12 +109,6 @@ class RewardModel(ReaderRole):
         """Loss, accuracy and margin on held-out pairs."""
         context.metrics.merge(PreferenceLoss("eval").measure(self.engine.outputs(batch), batch))
         context.metrics.add_total("eval/rows", batch.num_rows // 2)
-
-    def _scores(self, batch: Batch) -> torch.Tensor:
-        scores = self.engine.outputs(batch).scores
-        if scores is None:
-            raise RuntimeError("reward_model: its engine gave no scores")
-        return scores
 
     def save(self, path: str | Path, *, writes: bool = True) -> Path:
         """Writes the model and tokenizer as a Hugging Face sequence-classification folder."""

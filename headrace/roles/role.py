@@ -25,6 +25,7 @@ from headrace.models.mesh import Mesh
 from headrace.models.shards import local
 from headrace.stages import DataRanks, StageContext
 from headrace.training.engine import TrainingState
+from headrace.training.gathered import GatheredTensors
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.torch_engine import TorchEngine
 
@@ -165,12 +166,10 @@ def weights_of(role: Role) -> dict[str, Any]:
     Every process of its mesh has to call: parts are put together, one parameter after the other.
     """
     model = role.engine.model
-    frozen = (
-        (f"hf.{name}", model.shards.join(name, local(parameter)).to(model.dtype))
-        for name, parameter in model.hf.named_parameters()
-        if not parameter.requires_grad
-    )
-    return {"dtype": str(model.dtype), "frozen": weights_hash(frozen)}
+    own = {f"hf/{n}": local(p) for n, p in model.hf.named_parameters() if not p.requires_grad}
+    frozen = GatheredTensors(own, model.shards)
+    digest = weights_hash((key.replace("/", ".", 1), whole.to(model.dtype)) for key, whole in frozen.items())
+    return {"dtype": str(model.dtype), "frozen": digest}
 
 
 def make_engine(

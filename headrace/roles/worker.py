@@ -19,7 +19,7 @@ from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.algorithms.stages import advantage_stage
 from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.checkpoint.rng import seed_all
-from headrace.cluster.mesh import mesh_of
+from headrace.cluster.mesh import mesh_of, model_ranks
 from headrace.cluster.placement import Parallelism
 from headrace.cluster.worker import Outcome, Site, load_factory
 from headrace.config import Config, ModelConfig
@@ -34,6 +34,7 @@ from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import Role, weights_of
 from headrace.stages import StageContext, column_stage, spec_of
 from headrace.training.engine import TrainingState
+from headrace.training.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,12 @@ class RoleWorker:
         trains: bool,
         supervised: bool,
         total_updates: int,
+        weights_from: str | None = None,
     ) -> None:
-        """Loads the model onto the group's mesh. `role` is the path of its class, `package.module:Name`."""
+        """Loads the model onto the group's mesh. `role` is the path of its class, `package.module:Name`.
+
+        `weights_from` names the actor that a model which only generates gets its weights from, by `sync_weights`.
+        """
         self.site = site
         self.mesh = shared_mesh(site)
         self.ranks = MeshRanks(self.mesh)
@@ -73,7 +78,12 @@ class RoleWorker:
         self.trains = trains
         self.functions: dict[str, Any] = {}
         self._held: list[Batch] = []
+        self._sync: WeightSync | None = None
+        self.weights_from = weights_from
+        if weights_from is not None and isinstance(self.role, Actor):
+            self.role.make_empty()
         self.role.prepare(self.config, total_updates=total_updates, trains=trains, supervised=supervised)
+        _ROLES[name] = self.role
 
     def add_functions(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
         """Makes functions of the flow from their descriptions (see flow/remote.py)."""
@@ -122,6 +132,35 @@ class RoleWorker:
             kl=KLController(context["kl_coefficient"]),
             ranks=self.ranks,
         )
+
+    # weights of a rollout with a layout of its own
+
+    def make_sync(
+        self, *, source: Mapping[str, Any], target: Mapping[str, Any], hosts: Sequence[int]
+    ) -> None:
+        """Every rank of the actor and of its rollout calls; one that has parts of both does so once, for the rollout."""
+        trained = _ROLES.get(self.weights_from) if self.weights_from is not None else self.role
+        generates = self.role if self.weights_from is not None else None
+        self._sync = WeightSync(
+            model_ranks(source["ranks"], Parallelism(**source["parallelism"])),
+            model_ranks(target["ranks"], Parallelism(**target["parallelism"])),
+            None if trained is None else trained.engine.model,
+            None if generates is None else generates.engine.model,
+            hosts=hosts,
+        )
+
+    def sync_weights(self, *, version: int) -> Outcome:
+        """Brings the actor's weights of now to its rollout. The value says what that took, on this rank."""
+        if self._sync is None:
+            raise RuntimeError("make_sync() has not been called")
+        report = self._sync.run()
+        if isinstance(self.role, Actor) and self.weights_from is not None:
+            self.role.set_weight_version(version)
+        return Outcome(value={"bytes_moved": report.bytes_moved, "ms": report.ms})
+
+    def free_weights(self) -> None:
+        if self._sync is not None:
+            self._sync.free()
 
     # state
 
@@ -183,6 +222,9 @@ def make_function(description: Mapping[str, Any], config: Config) -> Any:
         return function
     return column_stage(function, tuple(description["reads"]), tuple(description["writes"]))
 
+
+_ROLES: dict[str, Role] = {}
+"""The roles of this process by name, for a rollout that shares devices with its actor."""
 
 _MESHES: dict[tuple[tuple[int, ...], Parallelism], Mesh] = {}
 

@@ -4,29 +4,62 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from headrace.models.mesh import gather_plain
 from headrace.models.shards import Shards
+
+Kind = tuple[torch.Size, torch.dtype]
 
 
 class GatheredTensors(Mapping[str, Tensor]):
-    """`<kind>/<parameter>` → the whole tensor, from the parts of all ranks along zero3 and tp.
+    """`<kind>/<parameter>` → the whole tensor, from the parts of all ranks along zero3, tp and pp.
 
-    Every rank has to ask for the same names in the same order; each then has that one whole tensor, which lives as long
-    as the caller keeps it. On a mesh of one process these are the tensors themselves.
+    Every rank has to make it, and to ask for the same names in the same order; each then has that one whole tensor,
+    which lives as long as the caller keeps it. On a mesh of one process these are the tensors themselves.
     """
 
     def __init__(self, parts: Mapping[str, Tensor], shards: Shards) -> None:
         self._parts, self._shards = parts, shards
+        self._kinds: Mapping[str, Kind | None] = dict.fromkeys(parts)
+        if shards.mesh.size("pp") > 1:
+            self._kinds = self._of_all_stages()
+
+    def _of_all_stages(self) -> dict[str, Kind]:
+        """Shapes and dtypes of what any stage has, in the order of the whole model."""
+        own = {
+            key: (self._shards.shapes[key.partition("/")[2]] if part.dim() else part.shape, part.dtype)
+            for key, part in self._parts.items()
+        }
+        plain = {key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in own.items()}
+        every = gather_plain(plain, self._shards.mesh.group("pp"))
+        kinds = {
+            key: (torch.Size(shape), getattr(torch, dtype))
+            for stage in every
+            for key, (shape, dtype) in stage.items()
+        }
+        order = {name: number for number, name in enumerate(self._shards.shapes)}
+        return {key: kinds[key] for key in sorted(kinds, key=lambda key: order[key.partition("/")[2]])}
 
     def __getitem__(self, key: str) -> Tensor:
-        return self._shards.join(key.partition("/")[2], self._parts[key])
+        name, kind = key.partition("/")[2], self._kinds[key]
+        if kind is None:
+            return self._shards.join(name, self._parts[key])
+        mesh, source = self._shards.mesh, self._shards.stages[name][0]
+        if mesh.rank("pp") == source:
+            whole = self._shards.join(name, self._parts[key]).contiguous()
+        else:
+            whole = torch.empty(kind[0], dtype=kind[1], device=mesh.device)
+        dist.broadcast(whole, group=mesh.group("pp"), group_src=source)
+        return whole
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._kinds)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._kinds)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._parts
+        return key in self._kinds

@@ -42,7 +42,9 @@ class PreferenceLoss:
         return total, pair_metrics(self.prefix, loss.detach(), chosen.detach(), rejected.detach())
 
     def measure(self, outputs: TokenOutputs, batch: Batch) -> MetricSums:
-        """The metrics alone, for a batch that is not learned from."""
+        """The metrics alone, for a batch that is not learned from; none on a pipeline rank without outputs."""
+        if outputs.logprobs is None and outputs.scores is None:
+            return MetricSums()
         _, metrics = self(outputs, batch.with_columns({"loss_weight": pair_weights(batch)}))
         return metrics
 

@@ -12,9 +12,8 @@ import logging
 import torch
 
 from headrace.data.batch import Batch
-from headrace.data.prefixes import pack_shared, share_prefixes
+from headrace.data.prefixes import pack_shared
 from headrace.errors import ConfigError, RunError
-from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
 from headrace.models.sharding import settle
@@ -23,6 +22,8 @@ from headrace.observe.metrics import MetricSums
 from headrace.training.engine import Loss, TokenOutputs, TrainingEngine, TrainingState
 from headrace.training.gathered import GatheredTensors
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
+from headrace.training.passes import Pass
+from headrace.training.pipeline import run_passes
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,9 @@ class TorchEngine(TrainingEngine):
     token (a critic), or with `scores_rows` one score a row, at its last token (a reward model).
 
     On a mesh every process of it calls the same methods at the same time, each data-parallel rank with its own rows
-    (any number, also none), tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is the
-    sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the gradient
-    norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
+    (any number, also none), pp and tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is
+    the sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the
+    gradient norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
     """
 
     def __init__(
@@ -86,21 +87,25 @@ class TorchEngine(TrainingEngine):
         if self.optimizer is not None:
             self.optimizer.release()
 
-    def _forward(self, batch: Batch, with_entropy: bool) -> TokenOutputs:
-        device = self.model.device
-        if isinstance(self.model, ScalarModel) and self.scores_rows:
-            last = self._hidden(batch, batch.offsets[1:] - 1)
-            return TokenOutputs(scores=self.model.scalars(last))
+    def _pass(self, micro: Batch) -> Pass:
+        if self.scores_rows:
+            return Pass(self.model, micro, micro.offsets[1:] - 1)
         # position t - 1 predicts token t; position 0 of a row is never a response token
+        return Pass(self.model, micro, micro["response_mask"].nonzero().flatten() - 1)
+
+    def _head(self, done: Pass, hidden: torch.Tensor, with_entropy: bool) -> TokenOutputs:
+        """What the head says of a pass's last hidden states [1, C, H]."""
+        device, batch, wanted = self.model.device, done.batch, done.wanted(hidden)
+        if isinstance(self.model, ScalarModel) and self.scores_rows:
+            return TokenOutputs(scores=self.model.scalars(wanted))
         response = batch["response_mask"].nonzero().flatten()
-        before = self._hidden(batch, response - 1)
         index = response.to(device)
         precision = torch.promote_types(torch.float32, self.model.dtype)
         blank = torch.zeros(batch.num_tokens, dtype=precision, device=device)
         if isinstance(self.model, ScalarModel):
-            return TokenOutputs(values=blank.index_put((index,), self.model.scalars(before)))
+            return TokenOutputs(values=blank.index_put((index,), self.model.scalars(wanted)))
         logprobs, entropy = token_logprobs(
-            before,
+            wanted,
             self.model.head(),
             batch["input_ids"][response].to(device),
             self.temperature,
@@ -112,60 +117,45 @@ class TorchEngine(TrainingEngine):
             entropy=None if entropy is None else blank.index_put((index,), entropy),
         )
 
-    def _hidden(self, batch: Batch, wanted: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the flat tokens `wanted` of a batch on the CPU; nothing beyond them is computed, and a
-        beginning that rows have in common once."""
-        device = self.model.device
-        if len(wanted) == 0 and self._passes_together:
-            # other ranks wait for this pass, in both directions, and it must not add anything
-            first = torch.zeros(1, dtype=torch.int64, device=device)
-            return self.model.hidden_states(first, first, PackedAttention([1], device))[:0]
-        if len(wanted) == 0:
-            width = int(self.model.text_config.hidden_size)
-            return torch.zeros(0, width, dtype=self.model.dtype, device=device)
-        needed = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        needed[wanted] = True
-        shared = share_prefixes(batch, needed)
-        hidden = self.model.hidden_states(
-            batch["input_ids"][shared.computed].to(device),
-            batch.position_ids()[shared.computed].to(device),
-            PackedAttention(shared.lengths, device, expand=shared.expand),
-        )
-        return hidden[shared.place[wanted].to(device)]
-
     @property
     def _reports(self) -> bool:
         return self.shards.mesh.data_rank == 0
 
-    @property
-    def _passes_together(self) -> bool:
-        """Whether a forward pass needs those of ranks with other rows: all then make equally many."""
-        return self.shards.mesh.size("zero3") > 1
-
-    def _empty_passes(self, own: int) -> list[Batch]:
-        """What a rank with `own` micro-batches passes beside them: batches of one row without any response token."""
-        if not self._passes_together:
+    def _empty_passes(self, own: int) -> list[Pass]:
+        """What a rank with `own` micro-batches passes beside them, where ranks with other rows wait for each of them: of
+        one row without any response token."""
+        if self.shards.mesh.size("zero3") == 1:
             return []
         nothing = Batch(
             [1], {"input_ids": torch.zeros(1, dtype=torch.int64), "response_mask": torch.tensor([False])}
         )
-        return [nothing] * (self.shards.mesh.most(own) - own)
+        empty = Pass(self.model, nothing, torch.zeros(0, dtype=torch.int64))
+        return [empty] * (self.shards.mesh.most(own) - own)
 
     @torch.no_grad()
     def outputs(self, batch: Batch, *, with_entropy: bool = False) -> TokenOutputs:
-        """Outputs for all rows, on the CPU, in row order, without gradients."""
+        """Outputs for all rows, on the CPU, in row order, without gradients. Without any column on ranks along pp before
+        the last, which alone has them."""
         batch = batch.with_columns({"row_number": torch.arange(batch.num_rows)})
         parts, order = [], []
         micros = pack_shared(batch, self._budget) if batch.num_rows else []
-        for empty in self._empty_passes(len(micros)):
-            self._forward(empty, with_entropy)
-        for micro in micros:
-            out = self._forward(micro, with_entropy)
+        empties = self._empty_passes(len(micros))
+        passes = [*empties, *map(self._pass, micros)]
+
+        def keep(number: int, hidden: torch.Tensor) -> None:
+            out = self._head(passes[number], hidden, with_entropy)
+            if number < len(empties):
+                return
+            micro = passes[number].batch
             columns = {k: v.cpu() for k, v in vars(out).items() if v is not None}
             rows = {"scores": columns.pop("scores")} if "scores" in columns else {}
             parts.append(Batch(micro.lengths, columns, rows))
             order.extend(micro["row_number"].tolist())
+
+        run_passes(self.model, passes, keep, trains=False)
         settle(self.model)
+        if not self.shards.mesh.is_last:
+            return TokenOutputs()
         if not parts:
             return self._no_outputs(with_entropy)
         joined = Batch.concat(parts).select(torch.argsort(torch.tensor(order)))
@@ -207,14 +197,18 @@ class TorchEngine(TrainingEngine):
                 for name in loss.per_update:
                     sums.add(name, 0.0, 1)
             return sums
-        for empty in self._empty_passes(len(micros)):
-            outputs = self._forward(empty, with_entropy=loss.needs_entropy)
-            sum(x.sum() for x in vars(outputs).values() if x is not None).mul(0.0).backward()
-        for micro in micros:
-            outputs = self._forward(micro, with_entropy=loss.needs_entropy)
-            value, metrics = loss(outputs, micro.to(self.model.device))
-            value.backward()
+        empties = self._empty_passes(len(micros))
+        passes = [*empties, *map(self._pass, micros)]
+
+        def weigh(number: int, hidden: torch.Tensor) -> torch.Tensor:
+            outputs = self._head(passes[number], hidden, with_entropy=loss.needs_entropy)
+            if number < len(empties):
+                return torch.stack([x.sum() for x in vars(outputs).values() if x is not None]).sum() * 0.0
+            value, metrics = loss(outputs, passes[number].batch.to(self.model.device))
             sums.merge(metrics)
+            return value
+
+        run_passes(self.model, passes, weigh, trains=True)
         settle(self.model)
         result = self.optimizer.step()
         if self._reports:
@@ -261,11 +255,11 @@ class TorchEngine(TrainingEngine):
             raise RunError(f"{self.prefix}: this model is frozen and has no training state")
         parameters, saved = self.model.trained_parameters(), state.tensors
         names = {key.partition("/")[2] for key in saved if key.startswith("weight/")}
-        odd = sorted(names ^ parameters.keys())
+        odd = sorted(names ^ (self.shards.stages or parameters).keys())
         odd += [
             n
-            for n in names & parameters.keys()
-            if saved[f"weight/{n}"].shape != self.shards.shape(n, parameters[n])
+            for n in parameters
+            if n in names and saved[f"weight/{n}"].shape != self.shards.shape(n, parameters[n])
         ]
         if odd:
             raise ConfigError(

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from headrace.cluster.mesh import mesh_of
+from headrace.cluster.mesh import mesh_of, model_ranks
 from headrace.cluster.placement import Parallelism
 from headrace.cluster.worker import Site
 from headrace.errors import ConfigError
@@ -19,6 +19,7 @@ from headrace.models.mesh import Parallelism as Degrees
 from headrace.models.shards import Shards
 from headrace.reshard.layout import Layout
 from headrace.reshard.layout import Mesh as Grid
+from headrace.reshard.model_layout import ModelOutline
 
 SHAPES = {"column.weight": (12, 5), "row.weight": (5, 12), "norm.weight": (5,), "odd.weight": (7, 3)}
 DIMS = {"column.weight": 0, "row.weight": 1, "odd.weight": 0}
@@ -56,7 +57,9 @@ def test_worker_groups_meshes_and_layouts_agree_on_who_holds_what(p: Parallelism
     described = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
     axes = {"dp_replicate": p.dp // p.zero3, "zero3": p.zero3, "tp": p.tp}
     ranks = range(first, first + p.size)
-    layout = Layout.parallel(described, Grid(axes, ranks), tp=DIMS, zero3="zero3")
+    layout = ModelOutline(described, DIMS).layout(model_ranks(ranks, p), first + p.size)
+    usual = Layout.parallel(described, Grid(axes, ranks), tp=DIMS, zero3="zero3")
+    assert layout.fingerprint == usual.fingerprint
     for group_rank, rank in enumerate(ranks):
         with rank_of(rank, first + p.size):
             own = site(p, group_rank, first)
@@ -85,5 +88,3 @@ def test_meshes_that_cannot_be() -> None:
             Mesh(Degrees(tp=2), ranks=[2, 1])
         with pytest.raises(ConfigError, match=r"rank 1 is none of the mesh's \[2, 3\]"):
             Mesh(Degrees(tp=2), ranks=[2, 3])
-        with pytest.raises(ConfigError, match="pp 2"):
-            mesh_of(site(Parallelism(dp=2, pp=2), 1, 0))

@@ -140,6 +140,23 @@ def test_roles_of_one_group_add_up_each_by_its_own_parallelism(arithmetic: Path,
     assert always["reference weights"] == 4 * HALF
 
 
+def test_a_rollout_that_lies_otherwise_has_weights_while_it_generates(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    """Beside zero3 all of them; beside a pipeline those of the other stage; on other devices all the time."""
+    (group,) = estimated(arithmetic, tmp_path, cluster={"parallelism": {"zero3": 2}}).groups
+    assert sizes(group.largest.phases["rollout"])["rollout weights"] == 4 * MODEL
+    (group,) = estimated(arithmetic, tmp_path, cluster={"parallelism": {"pp": 2}}).groups
+    assert sizes(group.largest.always)["actor weights"] == 4 * (LAYER + VOCABULARY + 128)  # the last stage
+    assert sizes(group.largest.phases["rollout"])["rollout weights"] == 4 * (LAYER + VOCABULARY)
+    assert "logits" in sizes(group.largest.phases["actor update"])
+    apart = {"device": "cpu", "roles": {"actor": {"gpu_group": "a"}, "rollout": {"gpu_group": "b"}}}
+    train, generate = estimated(arithmetic, tmp_path, cluster={"layout": apart}).groups
+    assert set(train.largest.phases) == {"actor update"}
+    assert sizes(generate.largest.always) == {"rollout weights": 4 * MODEL, "libraries": 700 << 20}
+    assert (train.least, generate.least) == ([16 * MODEL], [4 * MODEL])
+
+
 def give(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -> None:
     for module in (memory, memory_ranks):
         monkeypatch.setattr(module, "host_memory", lambda: Memory(total, free))

@@ -119,10 +119,10 @@ def test_soft_capped_attention_is_refused_by_name(tmp_path: Path, arithmetic: Pa
 def test_a_wrong_forward_is_noticed(build_model: Any, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     model = build_model("gemma3")
     attend = PackedAttention.attend
-    states = CausalLM.hidden_states
+    run = CausalLM.run_layers
     if broken == "positions":
         monkeypatch.setattr(
-            CausalLM, "hidden_states", lambda self, ids, pos, ctx: states(self, ids, pos.flip(0), ctx)
+            CausalLM, "run_layers", lambda self, ids, pos, *more: run(self, ids, pos.flip(0), *more)
         )
     elif broken == "scale":
         monkeypatch.setattr(

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from headrace.models.causal_lm import CausalLM, ScalarModel
-from headrace.models.inventory import Inventory, Weight, inventory_of, stage_layers
+from headrace.models.inventory import Inventory, Weight, inventory_of
 from headrace.models.mesh import Mesh, Parallelism
 from headrace.models.sharding import shard_model
 
@@ -42,7 +42,10 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),  # norms of each head
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
 }
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 2, 2), (2, 2, 2)]
+LAYOUTS = [
+    (1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 3, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 2, 2, 1),
+    (1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 2, 2), (1, 2, 1, 2), (2, 2, 2, 2),
+]  # fmt: skip
 
 
 def make(name: str, scalar: bool) -> Any:
@@ -64,23 +67,25 @@ def as_rank(rank: int, world: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("scalar", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("copies, zero3, tp", LAYOUTS)
+@pytest.mark.parametrize("copies, zero3, tp, pp", LAYOUTS)
 def test_every_rank_holds_what_it_is_said_to(
-    name: str, scalar: bool, copies: int, zero3: int, tp: int
+    name: str, scalar: bool, copies: int, zero3: int, tp: int, pp: int
 ) -> None:
     found = inventory_of(make(name, scalar))
-    world = copies * zero3 * tp
+    world = copies * zero3 * tp * pp
     for rank in range(world):
         with as_rank(rank, world):
             hf = make(name, scalar)
             model = ScalarModel(hf, None) if scalar else CausalLM(hf, None, ())
-            shard_model(model, Mesh(Parallelism(copies, zero3, tp)))
+            shard_model(model, Mesh(Parallelism(copies, zero3, tp, pp)))
             held = {
                 n: (p.to_local() if isinstance(p, DTensor) else p).numel() for n, p in hf.named_parameters()
             }
         at = {"tp": (rank % tp, tp), "zero3": (rank // tp % zero3, zero3)}
-        assert {w.name: w.numel(**at) for w in found.weights} == held
-        assert found.numel(**at) == sum(held.values())
+        stage = rank // (world // pp)
+        here = [w for w in found.weights if stage in found.stages(w, pp)]
+        assert {w.name: w.numel(**at) for w in here} == held
+        assert found.numel(**at, pp=(stage, pp)) == sum(held.values())
 
 
 @st.composite
@@ -111,10 +116,6 @@ def test_the_ranks_together_hold_copies_of_the_model(
         stages = 2 if pp > 1 and w.ends == {"first", "last"} else 1
         expected += copies * size * (tp if w.tp_dim is None else 1) * stages
     assert together == expected
-
-
-def test_layers_are_shared_out_over_stages() -> None:
-    assert stage_layers(7, 3) == [range(0, 3), range(3, 5), range(5, 7)]
 
 
 def test_ends_of_a_pipeline() -> None:

@@ -78,12 +78,14 @@ def make_run(
     config: str = "model: {path: some/model}\ntrain: {steps: 3}\n",
     samples: list[dict[str, Any]] | None = None,
     eval_samples: list[dict[str, Any]] | None = None,
+    timeline: list[dict[str, Any]] | None = None,
 ) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config)
     text = lines if isinstance(lines, str) else "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text)
-    for name, records in (("samples.jsonl", samples), ("eval_samples.jsonl", eval_samples)):
+    files = {"samples.jsonl": samples, "eval_samples.jsonl": eval_samples, "timeline.jsonl": timeline}
+    for name, records in files.items():
         if records is not None:
             (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder

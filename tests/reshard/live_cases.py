@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.errors import ConfigError, RunError
+from headrace.reshard.among import Among
 from headrace.reshard.box import Box
 from headrace.reshard.layout import Layout, Mesh, describe, stages_of_layers
 from headrace.reshard.plan import Plan, plan
@@ -334,6 +335,29 @@ def untied_tensors(rank: int, world: int) -> None:
     one = Layout.parallel(described, Mesh({"dp": 1}), tied=tied)
     with pytest.raises(ConfigError, match="of a plan for 1 ranks by rank"):
         run(plan(one, one), 0, into, into)
+
+
+def among_some(rank: int, world: int) -> None:
+    """Any ranks but the others: what the largest is, what each tells; and a transfer between them alone."""
+    sets = [[r for r in range(world) if mask >> r & 1] for mask in range(1, 2**world)]
+    for own in [ranks for ranks in sets if rank in ranks]:
+        among = Among(own)
+        assert among.largest([rank, -rank, 7]) == [own[-1], -own[0], 7]
+        for sender in own:
+            value = {"from": sender, "text": "ä" * (100 * sender)}
+            assert among.tell(value if rank == sender else None, sender) == value
+    if rank == 0:
+        with pytest.raises(ConfigError, match="cannot talk: rank 0 called"):
+            Among([1])
+        with pytest.raises(ConfigError, match="cannot talk"):
+            Among([0, world])
+    if rank != 1:
+        return
+    described = {"w": ((4, 2), torch.float32)}
+    one = Layout.parallel(described, Mesh({"dp": 1}, [1]), world=world)
+    into = {"w": torch.zeros(4, 2)}
+    run(plan(one, one), 1, {"w": torch.ones(4, 2)}, into, ranks=[1])
+    assert torch.equal(into["w"], torch.ones(4, 2))
 
 
 def ranks_disagree(rank: int, world: int) -> None:

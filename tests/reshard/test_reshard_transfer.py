@@ -23,6 +23,7 @@ CASES = [
     live_cases.nested,
     live_cases.wrong_tensors,
     live_cases.untied_tensors,
+    live_cases.among_some,
     live_cases.ranks_disagree,
 ]
 

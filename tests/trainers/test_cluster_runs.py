@@ -94,20 +94,52 @@ def test_two_processes(arithmetic: Path, alone: dict[str, Path], algorithm: str,
     assert (arithmetic / "runs" / name / "logs" / "all-rank-1.log").is_file()
 
 
+LAYOUTS = {
+    "dp2": "cluster=cpu_2",
+    "zero3x2": "cluster.parallelism={zero3: 2}",
+    "tp2": "cluster.parallelism={tp: 2}",
+    "pp2": "cluster.parallelism={pp: 2}",
+    "dp2xtp2": "cluster.parallelism={dp: 2, tp: 2}",
+    "zero3x2xtp2": "cluster.parallelism={zero3: 2, tp: 2}",
+    "tp2xpp2": "cluster.parallelism={tp: 2, pp: 2}",
+    "dp2xtp2xpp2": "cluster.parallelism={dp: 2, tp: 2, pp: 2}",
+    "split": "cluster=cpu_4_split",
+    # training, and the other rollout, on devices of their own
+    "apart": "cluster.layout={device: cpu, groups: {train: 2, others: 1}, roles: {actor: {gpu_group: train, parallelism:"
+    " {zero3: 2}}, rollout: {gpu_group: others}, critic: {gpu_group: train}, reference: {gpu_group: others}}}",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "cluster=cpu_2",
-        "cluster.parallelism={tp: 2}",
-        "cluster.parallelism={dp: 2, tp: 2}",
-        "cluster=cpu_4_split",
-    ],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(arithmetic: Path, alone: dict[str, Path], algorithm: str, layout: str) -> None:
-    name = f"{algorithm}-slow-{layout.partition('=')[2].strip('{}').replace(': ', '').replace(', ', '-')}"
-    assert_equal_runs(alone[algorithm], run(arithmetic, name, ALGORITHMS[algorithm], layout))
+    name = f"{algorithm}-slow-{layout}"
+    assert_equal_runs(alone[algorithm], run(arithmetic, name, ALGORITHMS[algorithm], LAYOUTS[layout]))
+
+
+@pytest.fixture(scope="session")
+def tied(arithmetic: Path) -> Path:
+    """The model with one matrix for embedding and head; the demo's own has two."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
+    assert not model.config.tie_word_embeddings
+    model.config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(model.config).save_pretrained(arithmetic / "tied")
+    AutoTokenizer.from_pretrained(arithmetic / "model").save_pretrained(arithmetic / "tied")
+    assert "lm_head.weight" not in load_file(arithmetic / "tied" / "model.safetensors")
+    return arithmetic / "tied"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2", "pp2", "tp2xpp2"])
+def test_tied_embeddings(arithmetic: Path, tied: Path, layout: str) -> None:
+    settings = {**PPO, "model": {"path": str(tied)}}
+    one = arithmetic / "runs" / "tied-alone"
+    if not one.exists():
+        run(arithmetic, "tied-alone", settings)
+    assert_equal_runs(one, run(arithmetic, f"tied-{layout}", settings, LAYOUTS[layout]))
 
 
 @pytest.mark.slow
@@ -143,7 +175,7 @@ def resume(directory: Path, *overrides: str) -> None:
     [
         ((), ("cluster=cpu_2",)),
         (("cluster.parallelism={tp: 2}",), ()),
-        (("cluster=cpu_2",), ("cluster.parallelism={tp: 2}",)),
+        (("cluster.parallelism={zero3: 2}",), ("cluster.parallelism={pp: 2}",)),
     ],
 )
 def test_saved_under_one_layout_resumed_under_another(

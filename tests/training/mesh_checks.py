@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from headrace.checkpoint.export import save_hf_folder
 from headrace.checkpoint.files import TensorFile, write_tensors
 from headrace.errors import HeadraceError
+from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, OutputHead, ScalarModel
 from headrace.models.hf import copy_causal_lm
 from headrace.models.load_sharded import Head, load_onto_mesh
@@ -39,13 +40,19 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
     for layout in layouts:
         mesh = meshes[mesh_run.label(layout)]
         for case in cases:
-            out[key(layout, case)] = run(make(*case, mesh, checkpointing=case[0] == "qwen2"), mesh)
+            deep = mesh_run.num_layers(case[0]) > 2
+            if mesh_run.fits(mesh, case[0]) and ("pp" in layout or not deep):
+                checkpointing = case[0] == "qwen2"
+                out[key(layout, case)] = run(make(*case, mesh, checkpointing=checkpointing), mesh)
     if folders:
+        all_meshes = meshes
+        meshes = {name: mesh for name, mesh in meshes.items() if mesh_run.fits(mesh, "of 2 layers")}
         out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
-        out["move"] = move_state(list(meshes.values()), Path(folders.pop("state")))
+        out["move"] = move_state(list(all_meshes.values()), Path(folders.pop("state")))
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
         out["rollout"] = sampled(meshes["tp2"], folders["untied"])
+        out["wrong"] = wrong_on_the_last_stage(meshes["pp2"], folders["untied"])
         out["load"] = {
             f"{name} {kind}": load(mesh, folder, kind)
             for name, mesh in meshes.items()
@@ -66,7 +73,7 @@ def load(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
     memory = {id(p): local(p).untyped_storage().nbytes() for p in model.hf.parameters()}
     return {
         "whole_loads": whole_loads,
-        "tied": len(dict(model.hf.named_parameters())),
+        "names": [name for name, _ in model.hf.named_parameters()],
         "bytes": sum(memory.values()),
         "metrics": [step(engine, 0, mesh)],
         "tensors": dict(engine.state_dict().tensors),
@@ -94,12 +101,32 @@ def refusals(engine: TorchEngine) -> list[str]:
     attempts: list[Callable[[], Any]] = [lambda: shard_model(model, model.shards.mesh)]
     if model.shards.is_cut:
         attempts += [lambda: copy_causal_lm(model)]
+    if model.shards.mesh.size("pp") > 1:
+        ids = torch.arange(3)
+        attempts += [lambda: model.hidden_states(ids, ids, PackedAttention([3], "cpu"))]
     for attempt in attempts:
         try:
             attempt()
         except HeadraceError as error:
             said.append(str(error))
     return said
+
+
+def wrong_on_the_last_stage(mesh: Mesh, folder: str) -> str:
+    """What loading says where the forward of the last stage alone is not the model's own."""
+    run_layers = CausalLM.run_layers
+
+    def flipped(self: CausalLM, ids: torch.Tensor, positions: torch.Tensor, *more: Any) -> torch.Tensor:
+        return run_layers(self, ids, positions.flip(0) if mesh.is_last else positions, *more)
+
+    CausalLM.run_layers = flipped  # type: ignore[method-assign]
+    try:
+        load_onto_mesh(folder, mesh, tokenizer=mesh_run.NO_TOKENIZER)
+    except HeadraceError as error:
+        return str(error)
+    finally:
+        CausalLM.run_layers = run_layers  # type: ignore[method-assign]
+    return ""
 
 
 def sampled(mesh: Mesh, folder: str) -> dict[str, Any]:
@@ -139,7 +166,7 @@ def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for number in range(mesh_run.UPDATES):
         mesh = meshes[number % len(meshes)]
-        engine = make("qwen3", True, "policy", mesh)
+        engine = make("qwen3/5", True, "policy", mesh)
         if number:
             with torch.no_grad():
                 for parameter in engine.model.trained_parameters().values():

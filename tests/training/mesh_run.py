@@ -21,6 +21,7 @@ from headrace.models.heads import critic_from
 from headrace.models.hf import wrap
 from headrace.models.mesh import Mesh
 from headrace.models.sharding import shard_model
+from headrace.models.shards import local
 from headrace.observe.metrics import MetricSums
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.policy_loss import PolicyLoss
@@ -53,13 +54,18 @@ OWNERS = [
 ]
 
 
-def build(name: str, tied: bool) -> CausalLM:
-    """A tiny model, the same in every process; norms and biases are away from their starting values."""
+def build(name: str, tied: bool, kv_heads: int = 2) -> CausalLM:
+    """A tiny model, the same in every process; norms and biases are away from their starting values.
+
+    `name`: its kind, and perhaps how many layers it has, "qwen3/5" (default 2).
+    """
     import transformers as t
 
+    name, layers = name.partition("/")[0], num_layers(name)
+
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": tied,
     }  # fmt: skip
     torch.manual_seed(7)
@@ -79,6 +85,15 @@ def build(name: str, tied: bool) -> CausalLM:
             else:
                 parameter.add_(0.1 * torch.randn(parameter.shape))
     return wrap(hf, None, verify=False)
+
+
+def num_layers(name: str) -> int:
+    return int(name.partition("/")[2] or 2)
+
+
+def fits(mesh: Mesh, name: str) -> bool:
+    """Whether each stage of a pipeline gets a layer."""
+    return mesh.parallelism.pp * mesh.parallelism.pp_chunks <= num_layers(name)
 
 
 def global_batch(update: int) -> Batch:
@@ -187,7 +202,7 @@ def step(engine: TorchEngine, update: int, mesh: Mesh, spoil: bool = False) -> d
             }
         )
     own, pooled = engine.update(batch.select(rows), loss_of(engine)), MetricSums()
-    for plain in mesh.gather(own.plain()):
+    for plain in mesh.from_last(mesh.gather(own.plain())):
         pooled.merge(MetricSums.from_plain(plain))
     return pooled.means()
 
@@ -199,11 +214,14 @@ def run(engine: TorchEngine, mesh: Mesh, first: int = 0, last: int = UPDATES) ->
     rows = rank_rows(1, mesh)
     for update in range(first, last):
         metrics.append(step(engine, update, mesh))
+    parameters = dict(engine.model.hf.named_parameters())
     own = engine.outputs(global_batch(1).select(rows), with_entropy=True)
     outputs = {k: v for k, v in vars(own).items() if v is not None}
     return {
         "metrics": metrics,
         "rows": rows,
+        "has_outputs": mesh.is_last,
+        "tied": {name: local(parameters[name].detach()) for name in engine.shards.tied},
         "outputs": outputs,
         "tensors": dict(engine.state_dict().tensors),
     }

@@ -19,8 +19,18 @@ from headrace.training.engine import TrainingState
 
 # float32 sums in another order: the largest difference seen is 3e-6; Adam moves a weight by up to 1e-3 an update
 TOLERANCE = 2e-5
-TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}]
-FOUR = [{"dp_replicate": 2, "tp": 2}, {"zero3": 2, "tp": 2}, {"dp_replicate": 2, "zero3": 2}]
+INTERLEAVED = {"pp": 2, "pp_chunks": 2}
+TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"pp": 2}]
+FOUR = [
+    {"dp_replicate": 2, "tp": 2},
+    {"zero3": 2, "tp": 2},
+    {"dp_replicate": 2, "zero3": 2},
+    {"pp": 2, "tp": 2},
+    {"pp": 2, "dp_replicate": 2},
+    {"pp": 2, "zero3": 2},
+]
+FOUR_DEEP = [{"pp": 4}, INTERLEAVED | {"zero3": 2}]
+EIGHT = [{"pp": 2, "dp_replicate": 2, "tp": 2}]
 CASES: list[Case] = [
     ("qwen3", True, "policy"),
     ("qwen3", False, "policy"),
@@ -32,6 +42,8 @@ CASES: list[Case] = [
     ("llama", False, "value"),
     ("qwen3", False, "score"),
 ]
+# more layers, of which stages have different numbers
+DEEP: list[Case] = [("qwen3/5", True, "policy"), ("gemma3/5", False, "policy"), ("llama/5", True, "value")]
 FOUR_CASES: list[Case] = [("qwen3", True, "policy"), ("llama", False, "policy"), ("qwen3", False, "value")]
 
 
@@ -43,18 +55,42 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         hf = mesh_run.build("llama" if kind == "untied" else "qwen3", tied).hf
         hf.generation_config.eos_token_id = [11, 12]
         hf.save_pretrained(folders[kind], max_shard_size="10KB")
-    return mesh_run.spawn(mesh_checks.everything, 2, tmp_path_factory.mktemp("two"), TWO, CASES, folders)
+    return mesh_run.spawn(
+        mesh_checks.everything,
+        2,
+        tmp_path_factory.mktemp("two"),
+        [*TWO, INTERLEAVED],
+        [*CASES, *DEEP],
+        folders,
+    )
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    cases = [FOUR_CASES[0], FOUR_CASES[2]]
+    return mesh_run.spawn(mesh_checks.everything, 8, tmp_path_factory.mktemp("eight"), EIGHT, cases, {})
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return mesh_run.spawn(mesh_checks.everything, 4, tmp_path_factory.mktemp("four"), FOUR, FOUR_CASES, {})
+    return mesh_run.spawn(
+        mesh_checks.everything,
+        4,
+        tmp_path_factory.mktemp("four"),
+        [*FOUR, *FOUR_DEEP],
+        [*FOUR_CASES, *DEEP],
+        {},
+    )
 
 
 @cache
 def alone(case: Case) -> dict[str, Any]:
     """The same five updates in this process, with all rows."""
     return mesh_run.run(mesh_run.make(*case, Mesh()), Mesh())
+
+
+def name_of(case: Case) -> str:
+    return f"{case[0]}-{'tied' if case[1] else 'untied'}-{case[2]}"
 
 
 def check(ranks: list[dict[str, Any]], layout: dict[str, int], case: Case) -> None:
@@ -64,6 +100,13 @@ def check(ranks: list[dict[str, Any]], layout: dict[str, int], case: Case) -> No
         m[f"{prefix}/grad_norm"] > mesh_run.MAX_GRAD_NORM for m in expected["metrics"]
     )  # clipping is active
     lengths = mesh_run.global_batch(1).lengths
+    in_stage = len(ranks) // layout.get("pp", 1)
+    assert sum(rank[key(layout, case)]["has_outputs"] for rank in ranks) == in_stage
+    for first, last in zip(ranks[:in_stage], ranks[-in_stage:], strict=True):
+        copies = [rank[key(layout, case)]["tied"] for rank in (first, last)]
+        has_copies = "pp" in layout and case[1] and case[2] == "policy"
+        assert list(copies[0]) == list(copies[1]) == (["model.embed_tokens.weight"] if has_copies else [])
+        assert all(torch.equal(copies[0][name], copies[1][name]) for name in copies[0])
     for rank in ranks:
         got = rank[key(layout, case)]
         assert got["metrics"] == ranks[0][key(layout, case)]["metrics"]  # the same numbers, to the bit
@@ -78,22 +121,42 @@ def check(ranks: list[dict[str, Any]], layout: dict[str, int], case: Case) -> No
         rows = {"scores": expected["outputs"]["scores"]} if case[2] == "score" else {}
         tokens = {} if rows else expected["outputs"]
         own = Batch(lengths, tokens, rows).select(got["rows"])
-        assert got["outputs"].keys() == own.columns
+        assert got["outputs"].keys() == (own.columns if got["has_outputs"] else set())
         for name, value in got["outputs"].items():
             torch.testing.assert_close(value, own[name], atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", TWO, ids=label)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-{'tied' if c[1] else 'untied'}-{c[2]}")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_two_processes_train_as_one(two, layout, case) -> None:
+    check(two, layout, case)
+
+
+@pytest.mark.parametrize("layout", [TWO[-1], INTERLEAVED], ids=label)
+@pytest.mark.parametrize("case", DEEP, ids=name_of)
+def test_stages_of_unlike_size_train_as_one(two, layout, case) -> None:
     check(two, layout, case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR, ids=label)
-@pytest.mark.parametrize("case", FOUR_CASES, ids=lambda c: f"{c[0]}-{'tied' if c[1] else 'untied'}-{c[2]}")
+@pytest.mark.parametrize("case", FOUR_CASES, ids=name_of)
 def test_four_processes_train_as_one(four, layout, case) -> None:
     check(four, layout, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", FOUR_DEEP, ids=label)
+@pytest.mark.parametrize("case", DEEP, ids=name_of)
+def test_many_stages_train_as_one(four, layout, case) -> None:
+    check(four, layout, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", EIGHT, ids=label)
+@pytest.mark.parametrize("case", [FOUR_CASES[0], FOUR_CASES[2]], ids=name_of)
+def test_eight_processes_train_as_one(eight, layout, case) -> None:
+    check(eight, layout, case)
 
 
 @pytest.mark.slow
@@ -127,8 +190,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all(two, layout) -> 
 
 
 def test_a_state_goes_from_layout_to_layout(two) -> None:
-    """dp2 → zero3x2 → tp2 → dp2 → zero3x2, one update each, then here on one process."""
-    case: Case = ("qwen3", True, "policy")
+    """dp2 → zero3x2 → tp2 → pp2 → pp2 in four stages, one update each, then here on one process."""
+    case: Case = ("qwen3/5", True, "policy")
     expected = alone(case)
     for rank in two:
         moved = rank["move"]
@@ -211,7 +274,6 @@ def test_a_model_is_read_in_slices(two, layout, kind) -> None:
     for rank in two:
         got = rank["load"][f"{label(layout)} {kind}"]
         assert got["whole_loads"] == []
-        assert got["tied"] == len(dict(one.model.hf.named_parameters()))
         assert got["metrics"][0] == pytest.approx(metrics, rel=TOLERANCE, abs=TOLERANCE)
         assert got["end_ids"] == ([] if kind == "critic" else [11, 12, 5])
         for name, value in one.state_dict().tensors.items():
@@ -223,13 +285,39 @@ def test_a_model_is_read_in_slices(two, layout, kind) -> None:
             assert got["saved"].keys() == weights.keys()
             for name, value in weights.items():
                 torch.testing.assert_close(got["saved"][name], value.detach(), atol=TOLERANCE, rtol=0)
-        # norms are whole under tp, and one rank has the larger part of an odd vocabulary
         wrong = ["already laid onto a mesh"]
         if "dp_replicate" not in layout:
             wrong += ["cannot be copied"]
-            assert len(got["refusals"]) == 2
-        assert all(text in said for text, said in zip(wrong, got["refusals"], strict=False))
+        if "pp" in layout:
+            wrong += ["only some layers of the model"]
+        assert len(got["refusals"]) == len(wrong)
+        assert all(text in said for text, said in zip(wrong, got["refusals"], strict=True))
+        if "pp" in layout:
+            continue
+        assert got["names"] == [name for name, _ in one.model.hf.named_parameters()]
+        # norms are whole under tp, and one rank has the larger part of an odd vocabulary
         assert got["bytes"] <= whole if "dp_replicate" in layout else got["bytes"] < 0.53 * whole
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "critic"])
+def test_a_stage_has_no_layer_of_another(two, kind) -> None:
+    ends = {
+        "tied": ["model.embed_tokens.weight", "model.norm.weight"],
+        "untied": ["model.norm.weight", "lm_head.weight"],
+        "critic": ["model.norm.weight", "score.weight"],
+    }
+    one = mesh_run.build("llama" if kind == "untied" else "qwen3", kind != "untied").hf
+    sizes = {n: p.nbytes for n, p in one.named_parameters()} | {"score.weight": 32 * 4}
+    for rank, expected in enumerate((["model.embed_tokens.weight"], ends[kind])):
+        got = two[rank]["load"][f"pp2 {kind}"]
+        layer = [name for name in sizes if name.startswith(f"model.layers.{rank}.")]
+        assert sorted(got["names"]) == sorted([*expected, *layer])
+        assert got["bytes"] == sum(sizes[name] for name in got["names"])
+
+
+def test_a_wrong_last_stage_is_refused_by_all(two) -> None:
+    assert two[0]["wrong"] == two[1]["wrong"]
+    assert "headrace does not compute LlamaForCausalLM correctly" in two[0]["wrong"]
 
 
 def test_a_rollout_under_tp_samples_the_same_tokens(two) -> None:

@@ -364,6 +364,20 @@
     });
   }
 
+  // The timeline's pictures are in the page; a button shows those of another step.
+  function chooseSteps() {
+    const place = document.getElementById("timeline-controls");
+    if (!place) return;
+    const buttons = [...place.children];
+    for (const button of buttons) {
+      button.addEventListener("click", () => {
+        for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
+        for (const picture of document.querySelectorAll(".picture")) picture.hidden = picture.dataset.choice !== button.dataset.choice;
+      });
+    }
+    place.hidden = false;
+  }
+
   // Samples: one set, or two beside each other matched by prompt and index
   const PAGE = 8;
   function nameOf(set) {
@@ -464,5 +478,6 @@
   }
 
   showCharts();
+  chooseSteps();
   showSamples();
 })();
