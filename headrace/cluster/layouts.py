@@ -196,7 +196,7 @@ class _Draft:
         device = self.read_device(num_gpus)
         made = self.make_groups(device)
         roles = {
-            name: RolePlacement(group, self.fitted(name, degrees, made[group]))
+            name: RolePlacement(group, self.fitted(name, degrees, made[group]), self.key_of(name, degrees))
             for name, (group, degrees) in self.asked.items()
         }
         return Placement(
@@ -399,7 +399,7 @@ class _Draft:
 
     def fitted(self, role: str, written: Mapping[str, int], group: Group) -> Parallelism:
         """The degrees of a role, with dp filled up to the size of its group where it was left out."""
-        key = f"{KEY}.roles.{role}.parallelism" if written else "cluster.parallelism"
+        key = self.key_of(role, written)
         degrees = dict(written or self.default)
         tp, pp, zero3 = degrees.get("tp", 1), degrees.get("pp", 1), degrees.get("zero3", 1)
         dp = degrees.get("dp") or max(1, group.size // (tp * pp))
@@ -412,6 +412,13 @@ class _Draft:
         if dp % zero3:
             self.problems.append(f"{key}: zero3 {zero3} does not divide dp {dp}")
         return Parallelism(dp, tp, pp, zero3)
+
+    def key_of(self, role: str, written: Mapping[str, int]) -> str:
+        """The setting that gives a role its degrees; a role that the layout leaves out has the actor's."""
+        if written:
+            named = role if role in self.part("roles", Mapping) else "actor"
+            return f"{KEY}.roles.{named}.parallelism"
+        return "cluster.parallelism" if self.default else KEY
 
     def numbers(self, value: Any, key: str) -> list[int]:
         return device_numbers(value, key, self.problems)

@@ -103,12 +103,12 @@ class CheckedFlow:
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
-            available |= _written(stage, self.config)
+            available |= written_columns(stage, self.config)
         return out
 
 
-def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
-    """Checks everything that can be known without data or weights. Raises ConfigError with all violations."""
+def examine_graph(flow: Graph, cluster: Any = None) -> tuple[CheckedFlow, list[str]]:
+    """The flow as far as it can be ordered, and all violations that can be known without data, models or weights."""
     problems = list(flow.notes)
     problems += _name_violations(flow)
     config = _merged_config(flow, problems)
@@ -125,9 +125,8 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
         problems += _penalty_violations(flow, config)
         problems += _filter_violations(ordered, config)
     placement = _placement(flow, config, problems)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns, placement)
+    stages = tuple(ordered or flow.stages)
+    return CheckedFlow(flow.name, config, stages, flow.data_columns, placement), problems
 
 
 def _with_layout(config: Config, cluster: Any, problems: list[str]) -> Config:
@@ -252,7 +251,7 @@ def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _written(stage: Stage, config: Config) -> set[str]:
+def written_columns(stage: Stage, config: Config) -> set[str]:
     """The columns a stage writes: those it declares, and those of episodes where it plays some."""
     plays = stage.spec.makes_rows and isinstance(stage.role, Actor) and stage.role.plays(config)
     return {*stage.spec.writes, *(EPISODE_COLUMNS if plays else ())}
@@ -266,7 +265,7 @@ def _column_violations(ordered: list[Stage], data_columns: set[str], config: Con
     source = data_columns | given
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        for column in sorted(_written(stage, config)):
+        for column in sorted(written_columns(stage, config)):
             writers.setdefault(column, []).append(stage.name)
     above = ancestors(ordered)
     for stage in ordered:

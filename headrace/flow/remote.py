@@ -26,11 +26,9 @@ FROM_FILES = "headrace_"
 
 def describe_role(role: Role, config: Config, **preparation: Any) -> dict[str, Any]:
     """The arguments of RoleWorker. Raises ConfigError for a role that has its weights in this process already."""
-    if isinstance(role, ReaderRole) and role.is_loaded and role.trained_at is None:
-        raise ConfigError(
-            f"{role.key}: the {role.name} is loaded in this process, and the workers of a cluster load their own; give"
-            " the path of a saved model"
-        )
+    problems = loaded_problems(role)
+    if problems:
+        raise ConfigError(problems)
     path = (role if role.start is None or role.is_away else role.start).source
     model = {**role.model_config.model_dump(), "path": path}
     if isinstance(role, Actor) and role.environment is not None:
@@ -69,6 +67,16 @@ def check_functions(flow: CheckedFlow) -> list[str]:
 def environment_path(make: str | Callable[..., Any]) -> str:
     """What `agent.environment` would say of an environment given in Python. Raises ConfigError where it cannot."""
     return make if isinstance(make, str) else _path_of(make, "agent.environment")
+
+
+def loaded_problems(role: Role) -> list[str]:
+    """What is wrong with a role that has its weights in this process already."""
+    if not isinstance(role, ReaderRole) or not role.is_loaded or role.trained_at is not None:
+        return []
+    return [
+        f"{role.key}: the {role.name} is loaded in this process, and the workers of a cluster load their own; give the"
+        " path of a saved model"
+    ]
 
 
 def describe_function(stage: Stage) -> dict[str, Any]:
