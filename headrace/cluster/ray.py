@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.cluster.bundles import bundle_of_ranks
 from headrace.cluster.faults import Failure, root_cause
 from headrace.cluster.placement import Placement
 from headrace.cluster.ray_rank import RankProcess, actor_name, from_wire, to_wire
@@ -161,13 +162,12 @@ class RayExecutor(Executor):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         p = self.placement
-        used = sorted({seat.host for seat in p.seats})
         resource = "GPU" if p.device == "cuda" else "CPU"
-        count = {h: sum(seat.host == h for seat in p.seats) for h in used}
         self._check_devices(resource, p.world)
-        bundles = [
-            {"CPU": float(count[h])} | ({"GPU": float(count[h])} if resource == "GPU" else {}) for h in used
-        ]
+        nodes = [int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]]
+        bundle_of = bundle_of_ranks(p, nodes, resource)
+        sizes = [float(bundle_of.count(i)) for i in range(max(bundle_of) + 1)]
+        bundles = [{"CPU": n} | ({"GPU": n} if resource == "GPU" else {}) for n in sizes]
         deadline = time.monotonic() + start_s
         self._group = placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(start_s):
@@ -196,7 +196,7 @@ class RayExecutor(Executor):
                 "namespace": self._run,
             }
             strategy = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=used.index(seat.host)
+                self._group, placement_group_bundle_index=bundle_of[seat.rank]
             )
             options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": strategy}
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))

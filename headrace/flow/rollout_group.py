@@ -45,7 +45,7 @@ class RolloutGroup:
             self._version = None
 
     def _both(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
-        """The values of a call on every rank that has a part of either model; they exchange weights, so all are called."""
+        """The values of a call on all ranks that have a part of either model: they exchange weights."""
         calls = [self.group.start(method, arguments=arguments)]
         if not self.colocated:
             calls.append(self.actor.start(method, arguments=arguments))

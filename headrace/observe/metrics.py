@@ -64,6 +64,11 @@ _BUILT_IN = (
         "fraction",
         "Prompts whose samples all got the same reward: they teach a group-normalised algorithm nothing.",
     ),
+    Metric(
+        "reward/repeated_fraction",
+        "fraction",
+        "Samples that are word for word another one of the step, prompt and response: the reward model scores them once.",
+    ),
     Metric("reward/overlong_penalty", "reward", "Mean length penalty taken off a response's reward."),
     Metric("reward/greedy_mean", "reward", "Mean reward of the greedy responses that remax compares with."),
     Metric(
