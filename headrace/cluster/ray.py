@@ -42,7 +42,7 @@ FROZEN_S = 30.0
 
 PASSED_ON = re.compile(
     r"PYTHONPATH|OMP_NUM_THREADS|MKL_NUM_THREADS|TOKENIZERS_PARALLELISM|HF_\w+|TRANSFORMERS_\w+|HEADRACE_\w+"
-    r"|NCCL_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
+    r"|NCCL_\w+|NVSHMEM_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
 )
 """Variables of the controller's environment that the ranks get. Nothing else of it reaches them."""
 SYSTEM = re.compile(

@@ -111,7 +111,7 @@ class ClusterRuntime(Runtime):
         group = self._home if name is None else self.groups[name]
         rollout = self.rollouts.get(name or "") if stage.spec.makes_rows else None
         if rollout is not None:
-            rollout.refresh(self._updates.get(rollout.actor.name, 0))
+            rollout.refresh(self._updates.get(rollout.actor.name, 0), context.metrics)
             group = rollout.group
         function = stage.function.__name__ if method else _function_name(flow, stage)
         call = group.start(
@@ -128,10 +128,12 @@ class ClusterRuntime(Runtime):
         )
         return _Remote(self, stage, call, context, rollout)
 
-    def settle(self, rows: Handle) -> Handle:
+    def settle(self, rows: Handle, metrics: MetricSums | None = None) -> Handle:
         """New rows, shared out evenly by tokens over the home role's ranks: there they stay for the rest of the step."""
-        moved = self._home.call("stay", rows, together=GROUP if GROUP in rows else None).handle
-        return rows if moved is None else moved
+        result = self._home.call("stay", rows, together=GROUP if GROUP in rows else None)
+        if metrics is not None:
+            metrics.add_total("cluster/rows_bytes", result.moved_bytes)
+        return rows if result.handle is None else result.handle
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         handle = _handle(rows).select(names)
@@ -198,15 +200,19 @@ class _Remote:
         result = self.call.result()
         ends = [began + seconds for began, seconds in zip(result.began, result.seconds, strict=True)]
         self.span = (self.call.group.group, min(result.began), max(ends))
+        m = self.context.metrics
         for value in result.values:
-            self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
+            m.merge(MetricSums.from_plain(value["metrics"]))
+        m.add_total("cluster/controller_s", result.controller_s)
+        m.add_total("cluster/controller_bytes", result.controller_bytes)
+        m.add_total("cluster/rows_bytes", result.moved_bytes)
         made = result.handle
         if self.rollout is not None:
             self.rollout.generated()
         if made is None or not result.written:
             return rows
         if result.new_rows:
-            return self.runtime.settle(made)
+            return self.runtime.settle(made, m)
         return _handle(rows).merged(made, result.written)
 
 
