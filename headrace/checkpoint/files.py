@@ -15,6 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from headrace.training.gathered import GatheredTensors
+
 _CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -31,24 +33,35 @@ def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:
     Where asking for a tensor takes several processes (training/gathered.py) all call, and those without a `path` only
     ask, in the same order. Raises OSError on a full disk.
     """
+    values = iter(tensors.values())
+    try:
+        if path is not None:
+            _write(path, _header(tensors), values)
+    finally:
+        # the others wait until this process has asked for every tensor, also where its disk is full
+        for _ in values:
+            pass
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    kinds = (
+        tensors.kinds
+        if isinstance(tensors, GatheredTensors)
+        else {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    )
     header: dict[str, object] = {}
     end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _CODES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    if path is None:
-        for _ in tensors.values():
-            pass
-        return
+    for name, (shape, dtype) in kinds.items():
+        start, end = end, end + shape.numel() * dtype.itemsize
+        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    return text + b" " * (-len(text) % 8)
+
+
+def _write(path: Path, header: bytes, values: Iterator[Tensor]) -> None:
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
+        file.write(len(header).to_bytes(8, "little") + header)
+        for tensor in values:
             flat = tensor.detach().cpu().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         sync(file.fileno())

@@ -6,7 +6,6 @@ gets the same calls in the same order.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,14 +35,12 @@ from headrace.stages import StageContext, column_stage, spec_of
 from headrace.training.engine import TrainingState
 from headrace.training.weight_sync import WeightSync
 
-logger = logging.getLogger(__name__)
-
 ROW = "_row"
 """Column of a stage's rows that numbers them, so that it shows which of them a result was made from."""
 
 
 class RoleWorker:
-    """The factory's arguments are what `describe` of flow/cluster.py says of a role."""
+    """The factory's arguments are what `describe_role` of flow/remote.py says of a role."""
 
     def __init__(
         self,

@@ -23,17 +23,21 @@ class GatheredTensors(Mapping[str, Tensor]):
 
     def __init__(self, parts: Mapping[str, Tensor], shards: Shards) -> None:
         self._parts, self._shards = parts, shards
-        self._kinds: Mapping[str, Kind | None] = dict.fromkeys(parts)
+        self.kinds: Mapping[str, Kind] = {key: self._kind(key, part) for key, part in parts.items()}
+        """Shape and dtype of every whole tensor, without putting one together."""
         if shards.mesh.size("pp") > 1:
-            self._kinds = self._of_all_stages()
+            self.kinds = self._of_all_stages()
+
+    def _kind(self, key: str, part: Tensor) -> Kind:
+        name = key.partition("/")[2]
+        return (self._shards.shape(name, part) if part.dim() else part.shape), part.dtype
 
     def _of_all_stages(self) -> dict[str, Kind]:
-        """Shapes and dtypes of what any stage has, in the order of the whole model."""
-        own = {
-            key: (self._shards.shapes[key.partition("/")[2]] if part.dim() else part.shape, part.dtype)
-            for key, part in self._parts.items()
+        """`kinds` of what any stage has, in the order of the whole model."""
+        plain = {
+            key: [list(shape), str(dtype).removeprefix("torch.")]
+            for key, (shape, dtype) in self.kinds.items()
         }
-        plain = {key: [list(shape), str(dtype).removeprefix("torch.")] for key, (shape, dtype) in own.items()}
         every = gather_plain(plain, self._shards.mesh.group("pp"))
         kinds = {
             key: (torch.Size(shape), getattr(torch, dtype))
@@ -44,8 +48,8 @@ class GatheredTensors(Mapping[str, Tensor]):
         return {key: kinds[key] for key in sorted(kinds, key=lambda key: order[key.partition("/")[2]])}
 
     def __getitem__(self, key: str) -> Tensor:
-        name, kind = key.partition("/")[2], self._kinds[key]
-        if kind is None:
+        name, kind = key.partition("/")[2], self.kinds[key]
+        if self._shards.mesh.size("pp") == 1:
             return self._shards.join(name, self._parts[key])
         mesh, source = self._shards.mesh, self._shards.stages[name][0]
         if mesh.rank("pp") == source:
@@ -56,10 +60,10 @@ class GatheredTensors(Mapping[str, Tensor]):
         return whole
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._kinds)
+        return iter(self.kinds)
 
     def __len__(self) -> int:
-        return len(self._kinds)
+        return len(self.kinds)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kinds
+        return key in self.kinds
