@@ -160,13 +160,14 @@ class _Draft:
         self.read_nodes(num_gpus)
         self.read_roles()
         device = self.read_device(num_gpus)
+        anywhere = not self.hosts
         made = self.make_groups()
         roles = {
             name: RolePlacement(group, self.fitted(name, degrees, made[group]))
             for name, (group, degrees) in self.asked.items()
         }
         return Placement(
-            device, tuple(self.hosts), made, roles, self.read_communication(), self.read_logging()
+            device, tuple(self.hosts), made, roles, self.read_communication(), self.read_logging(), anywhere
         )
 
     def part(self, name: str, kind: type) -> Any:

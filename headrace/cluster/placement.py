@@ -117,6 +117,8 @@ class Placement:
     roles: Mapping[str, RolePlacement]
     communication: Communication = field(default_factory=Communication)
     logging: Logging = field(default_factory=Logging)
+    anywhere: bool = False
+    """No hosts were described: the ranks may lie on whatever nodes a Ray cluster has."""
 
     @property
     def world(self) -> int:

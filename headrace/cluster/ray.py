@@ -6,23 +6,31 @@ Ray starts the processes, carries orders, and rows from rank to rank; torch.dist
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
-import re
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.cluster.faults import Failure, root_cause
 from headrace.cluster.placement import Placement
+from headrace.cluster.ray_cluster import (
+    allowed_environment,
+    by_node,
+    join_in_time,
+    nodes_violations,
+    object_store_bytes,
+    one_start_at_a_time,
+    private_environment,
+    require_answer,
+    shares_of_hosts,
+)
 from headrace.cluster.ray_rank import RankProcess, actor_name, from_wire, to_wire
 from headrace.cluster.sweeper import Sweeper
 from headrace.cluster.wire import Message, plain_bytes, plain_value
@@ -36,25 +44,11 @@ START_S = 120.0
 """Longest wait for the processes of all ranks to be there."""
 GRACE_S = 3.0
 """After a first failure: how long the others have to say that they were the cause."""
+NOTICE_S = 10.0
+"""After so long the wait for devices is worth a line."""
 HEARTBEAT_S = 5.0
 FROZEN_S = 30.0
 """A rank that does not answer for so long, though it only has to say where it is, counts as hung."""
-
-PASSED_ON = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|MKL_NUM_THREADS|TOKENIZERS_PARALLELISM|HF_\w+|TRANSFORMERS_\w+|HEADRACE_\w+"
-    r"|NCCL_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
-)
-"""Variables of the controller's environment that the ranks get. Nothing else of it reaches them."""
-SYSTEM = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|RAY_\w+|__\w+|XDG_\w+"
-    r"|SSL_CERT_\w+|no_proxy|NO_PROXY|https?_proxy|HTTPS?_PROXY|NVIDIA_\w+|KMP_\w+"
-)
-"""Variables that every process needs, as they are where it starts."""
-
-
-def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the controller sends along."""
-    return {k: v for k, v in environment.items() if PASSED_ON.fullmatch(k) and k != "CUDA_VISIBLE_DEVICES"}
 
 
 class RayExecutor(Executor):
@@ -80,6 +74,7 @@ class RayExecutor(Executor):
         super().__init__(placement, timeout_s)
         if importlib.util.find_spec("ray") is None:
             raise MissingExtraError("a cluster of several processes", "ray", "ray")
+        self._folder = logs.resolve()
         self.logs = Path(placement.logging.save_dir or logs).resolve()
         self.failed: HeadraceError | None = None
         self.hosts: dict[int, str] = {}
@@ -103,6 +98,8 @@ class RayExecutor(Executor):
         if not address:
             # read when Ray is imported: a node on loopback, as on Windows; its own option for this is overruled
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        else:
+            join_in_time(os.environ)
         import ray
 
         if ray.is_initialized():
@@ -118,11 +115,13 @@ class RayExecutor(Executor):
             "runtime_env": {"env_vars": passed},
         }
         if address:
-            _require_answer(address)
+            require_answer(address)
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}': {error}") from error
+                raise ConfigError(
+                    f"RAY_ADDRESS: cannot join a Ray cluster at '{address}': {_short(error)}"
+                ) from error
             self._connected = True
             return
         common["runtime_env"]["env_vars"] |= {
@@ -130,14 +129,14 @@ class RayExecutor(Executor):
         }
         self._private = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp" if os.path.isdir("/tmp") else None))
         self._sweeper = Sweeper(self._private)
-        with _one_start_at_a_time(START_S), _private_environment():
+        with one_start_at_a_time(START_S), private_environment():
             for attempt in (1, 2, 3):
                 try:
                     ray.init(
                         address="local",
                         num_cpus=self.placement.world,
                         include_dashboard=False,
-                        object_store_memory=_object_store_bytes(),
+                        object_store_memory=object_store_bytes(),
                         _temp_dir=str(self._private),
                         **common,
                     )
@@ -161,17 +160,25 @@ class RayExecutor(Executor):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         p = self.placement
-        used = sorted({seat.host for seat in p.seats})
         resource = "GPU" if p.device == "cuda" else "CPU"
-        count = {h: sum(seat.host == h for seat in p.seats) for h in used}
-        self._check_devices(resource, p.world)
-        bundles = [
-            {"CPU": float(count[h])} | ({"GPU": float(count[h])} if resource == "GPU" else {}) for h in used
-        ]
+        nodes = [int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]]
+        problems = nodes_violations(p, resource, nodes, joined=self._private is None)
+        if problems:
+            raise ConfigError(problems)
+        shares = shares_of_hosts(p)
+        bundles = [{"CPU": float(n)} | ({"GPU": float(n)} if resource == "GPU" else {}) for n in shares]
+        # one host of a layout is one node; a private cluster has one node for all of them
+        strategy = "PACK" if p.anywhere else "STRICT_SPREAD" if self._private is None else "SPREAD"
         deadline = time.monotonic() + start_s
-        self._group = placement_group(bundles, strategy="SPREAD")
-        if not self._group.wait(start_s):
-            raise RunError(f"the Ray cluster did not make {p.world} {resource}s free within {start_s:.0f} s")
+        self._group = placement_group(bundles, strategy=strategy)
+        if not self._group.wait(min(start_s, NOTICE_S)):
+            logger.warning("waiting for %d %ss that other work on the Ray cluster holds", p.world, resource)
+            if not self._group.wait(max(0.1, deadline - time.monotonic())):
+                raise RunError(
+                    f"the Ray cluster did not make {p.world} {resource}s free within {start_s:.0f} s"
+                )
+        bundle_of = by_node(p, ray.util.placement_group_table(self._group)["bundles_to_node_id"])
+        mark = self._mark()
         rank_class = ray.remote(
             num_cpus=1,
             num_gpus=1 if resource == "GPU" else 0,
@@ -190,33 +197,35 @@ class RayExecutor(Executor):
                 "backend": p.backend,
                 "timeout_s": self.timeout_s,
                 "log": str(self.log_path(seat.rank)),
+                "mark": str(mark),
                 "log_level": p.logging.level,
                 "address": LOOPBACK if self._private is not None else None,
                 "run": self._run,
                 "namespace": self._run,
             }
-            strategy = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=used.index(seat.host)
+            where = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=bundle_of[seat.rank]
             )
-            options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": strategy}
+            options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": where}
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))
         if self._sweeper is not None:
             self._sweeper.watch()
+        problems = self._get([a.arrive.remote() for a in self._actors.values()], deadline, "start")
+        mark.unlink()
+        if any(problems):
+            raise ConfigError(list(dict.fromkeys(p for p in problems if p)))
         store = self._get([self._actors[0].open_store.remote()], deadline, "start")[0]
         joins = [actor.join.remote(*store) for actor in self._actors.values()]
         self.hosts = dict(zip(self._actors, self._get(joins, deadline, "join"), strict=True))
         if self._sweeper is not None:
             self._sweeper.watch()
 
-    def _check_devices(self, resource: str, needed: int) -> None:
-        import ray
-
-        have = int(ray.cluster_resources().get(resource, 0))
-        if have < needed:
-            raise ConfigError(
-                f"cluster.layout: needs {needed} {resource}s; the Ray cluster has {have} on"
-                f" {sum(n['Alive'] for n in ray.nodes())} node(s)"
-            )
+    def _mark(self) -> Path:
+        """A file beside the logs by which a rank sees that it has the same run directory."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        mark = self._folder / f".{self._run}"
+        mark.write_text(self._run)
+        return mark
 
     def _get(self, refs: list[Any], deadline: float, what: str) -> list[Any]:
         import ray
@@ -409,60 +418,6 @@ class _Orders:
             f" is {self.executor.log_path(cause.rank)}"
         )
         return self.executor.fail(WorkerError(message, cause.exit_code))
-
-
-@contextlib.contextmanager
-def _one_start_at_a_time(longest_s: float) -> Iterator[None]:
-    """Has launches of this user on this host start their clusters in turn: together they run into Ray's time limits.
-
-    The lock goes with the process that holds it. After `longest_s` the start is tried without it.
-    """
-    path = Path(tempfile.gettempdir()) / f"headrace-start-{os.getuid()}.lock"
-    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + longest_s
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-        yield
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _private_environment() -> Iterator[None]:
-    """While a private cluster starts: what its processes inherit is the allow-list, and Ray writes no token at home."""
-    before = dict(os.environ)
-    kept = {k: v for k, v in before.items() if SYSTEM.fullmatch(k) or PASSED_ON.fullmatch(k)}
-    os.environ.clear()
-    os.environ.update(kept | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
-    os.environ.pop("RAY_ADDRESS", None)
-    try:
-        yield
-    finally:
-        added = {k: v for k, v in os.environ.items() if k not in kept and k.startswith("RAY_")}
-        os.environ.clear()
-        os.environ.update(before | added)
-
-
-def _require_answer(address: str) -> None:
-    """Raises ConfigError where nothing listens: Ray itself would try for minutes."""
-    match = re.fullmatch(r"(?:ray://)?\[?([^/\[\]]+?)\]?:(\d+)", address)
-    if match is None:
-        return  # `auto` and the like, which Ray knows at once
-    try:
-        socket.create_connection((match[1], int(match[2])), timeout=10).close()
-    except OSError as error:
-        raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}': {error}") from error
-
-
-def _object_store_bytes() -> int:
-    """Ray's shared memory only carries rows on their way: a tenth of what is free, within bounds."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    return min(2 << 30, max(80 << 20, shutil.disk_usage(folder).free // 10))
 
 
 def _short(error: BaseException) -> str:
