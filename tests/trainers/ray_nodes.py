@@ -95,12 +95,13 @@ def main() -> None:
             f"mount -t tmpfs tmpfs {hidden} && exec {ray_command} start --block --address {cluster.address} --num-cpus 1"
             f" --node-ip-address 127.0.0.{made + 1} --object-store-memory {MEMORY}"
         )
-        process = subprocess.Popen(["unshare", "-m", "--kill-child", "--fork", "sh", "-c", start])
+        process = subprocess.Popen(["unshare", "-m", "sh", "-c", start])
         while not (new := {n["NodeID"] for n in ray.nodes()} - before):
             if process.poll() is not None:
                 raise RuntimeError("the node did not start")
-        nodes[new.copy().pop()] = process
-        return str(new.pop())
+        node = str(new.pop())
+        nodes[node] = process
+        return node
 
     def state() -> dict[str, Any]:
         groups = ray.util.placement_group_table().values()
@@ -115,7 +116,7 @@ def main() -> None:
         gone = nodes.pop(node)
         if isinstance(gone, subprocess.Popen):
             gone.terminate()
-            gone.wait()
+            gone.wait(30)
         else:
             cluster.remove_node(gone, allow_graceful=False)
 

@@ -1,4 +1,4 @@
-"""Runs that join a Ray cluster of several nodes: equal to one process, and what a lost node or a mistake leaves behind."""
+"""Runs that join a Ray cluster of several nodes: equal to one process; what a lost node or a mistake leaves behind."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ray_nodes import Nodes  # noqa: E402
-from test_cluster_faults import BREAK, ROOT, steps_done, wait_for_step  # noqa: E402
-from test_cluster_runs import PPO, assert_equal_runs, run  # noqa: E402
+from ray_nodes import Nodes
+from test_cluster_faults import BREAK, ROOT, steps_done, wait_for_step
+from test_cluster_runs import PPO, assert_equal_runs, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -112,7 +112,6 @@ def test_split_ppo_over_three_nodes(nodes: Nodes, arithmetic: Path, tmp_path: Pa
 @pytest.mark.parametrize("how", ["raise", "interrupt", "kill"])
 def test_nothing_stays_in_the_cluster(nodes: Nodes, arithmetic: Path, tmp_path: Path, how: str) -> None:
     """Hosts that are described get a node each; a rank raises, Ctrl-C, or the controller itself is killed."""
-    layout = f"cluster.layout={{device: cpu, nodes: [{{name: n, count: 2}}], groups: {{all: all}}, roles: {{actor: all}}}}"
     layout = "cluster.layout={device: cpu, nodes: [{name: n, count: 2}], groups: {all: all}}"
     process = launch(nodes, tmp_path, arithmetic, layout, "train.steps=10000", "checkpoint.every_steps=1")
     wait_for_step(tmp_path, process, 2)
@@ -127,8 +126,9 @@ def test_nothing_stays_in_the_cluster(nodes: Nodes, arithmetic: Path, tmp_path: 
     assert time.monotonic() - started < 60
     assert process.returncode == {"raise": 1, "interrupt": 130, "kill": -9}[how], output
     if how == "raise":
+        said = " ".join(output.split())
         assert re.search(
-            r"stage 'reward' of .* rank 1 \(all 1, host \S+ \(127\.0\.0\.\d\)\) failed: ValueError", output
+            r"stage 'reward' of .* rank 1 \(all 1, host \S+ \(127\.0\.0\.\d\)\) failed: .*the toy broke", said
         )
     assert left_behind(nodes) == []
 
@@ -137,7 +137,6 @@ def test_a_node_is_killed_in_the_middle_of_a_step(nodes: Nodes, arithmetic: Path
     overrides = ["cluster=cpu_4_split", "checkpoint.every_steps=1"]
     process = launch(nodes, tmp_path, arithmetic, *overrides, "train.steps=10000")
     wait_for_step(tmp_path, process, 2)
-    head = next(iter(nodes.state()["nodes"]))
     found = places(tmp_path / "r")
     # the controller lives on the head: that one is not taken away here
     head = next(node for node, address in nodes.state()["nodes"].items() if address == "127.0.0.2")
@@ -145,7 +144,6 @@ def test_a_node_is_killed_in_the_middle_of_a_step(nodes: Nodes, arithmetic: Path
     started = time.monotonic()
     nodes.kill(found[rank][1])
     output, _ = process.communicate(timeout=90)
-    print(output)
     assert time.monotonic() - started < 60
     assert process.returncode == 1
     address = re.escape(found[rank][0])
@@ -173,8 +171,8 @@ def test_a_node_is_killed_in_the_middle_of_a_step(nodes: Nodes, arithmetic: Path
         (["cluster.parallelism={dp: 4}"], "cluster.layout: needs 4 CPUs; the Ray cluster has 3 on 3 node(s)"),
         (
             [f"cluster.layout={{device: cpu, nodes: [{{name: n, devices_per_node: 3}}], {GROUPS}}}"],
-            "cluster.layout.nodes: describe hosts of which 3 CPUs are used, each to be a node; the Ray cluster's nodes have"
-            " 1, 1, 1",
+            "cluster.layout.nodes: describe hosts of which 3 CPUs are used, each to be a node; the Ray cluster's nodes"
+            " have 1, 1, 1",
         ),
     ],
 )
