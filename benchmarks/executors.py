@@ -36,10 +36,10 @@ class Side:
     def __init__(
         self, runtime: Any, folder: Path, limit: int, steps: int, workers: list[int] | None = None
     ) -> None:
+        from headrace.checkpoint.rng import seed_all
         from headrace.config_load import from_mapping
         from headrace.data.loader import Loader
         from headrace.flow.prepare import prepare_both
-        from headrace.checkpoint.rng import seed_all
         from headrace.roles.actor import Actor
         from headrace.trainers.launch import dataset_of, training_flow
 
