@@ -70,7 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="train",
         help="of what run",
     )
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument(
+        "--json", nargs="?", const="", metavar="FILE", help="write JSON to FILE.json, or print it instead"
+    )
+    plan.add_argument(
+        "--svg", metavar="FILE", help="draw the stages and what moves between them into FILE.svg"
+    )
     cli_report.add_parser(commands)
     cli_doctor.add_parser(commands)
     return parser
@@ -163,9 +168,9 @@ def _plan(config: Config, arguments: argparse.Namespace) -> int:
     gc.disable()
     try:
         set_up_logging()
-        from headrace.trainers.plan import run_plan
+        from headrace.trainers.plan_output import run_plan
 
-        return _write(run_plan(config, arguments.planned, arguments.json))
+        return _write(run_plan(config, arguments.planned, arguments.json, arguments.svg))
     finally:
         gc.freeze()  # nor at the end of the process
         gc.enable()
@@ -201,6 +206,13 @@ def _load(arguments: argparse.Namespace, rest: list[str]) -> Config:
         if given[alias].lower() not in _SWITCH_VALUES:
             items.insert(0, given[alias])
             given[alias] = "true"
+    if arguments.command == "plan":
+        if arguments.json and not arguments.json.endswith(".json"):
+            # as above: what follows a bare --json is no file to write
+            items.insert(0, arguments.json)
+            arguments.json = ""
+        if arguments.svg is not None and not arguments.svg.endswith(".svg"):
+            problems.append(f"--svg: {arguments.svg!r} must end with .svg")
     path, overrides = _sort_items(items, problems)
     settings: dict[str, dict[str, Any]] = {}
     try:

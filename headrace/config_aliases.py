@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.config import SHORTHAND
 from headrace.config_explain import all_keys, sections
+from headrace.config_places import PLACE_NAMES, cluster_settings, placed
 from headrace.errors import ConfigError
 
 ALIASES: dict[str, str] = {
@@ -38,14 +38,13 @@ ALIASES: dict[str, str] = {
 }
 
 STRUCTURED: dict[str, str] = {
-    "parallel_config": "degrees such as {tp: 1, pp: 1, dp: 1}; sets cluster.parallelism",
-    "device_map": "a device such as cuda:0, or one per model ({actor: cuda:0}); sets run.device",
-    "gpu_group": "name of a group of devices; no effect on one device",
+    "parallel_config": "degrees such as {tp: 2, dp: 2}, which set cluster.parallelism, or degrees for each model"
+    " ({actor: {tp: 2}, critic: {dp: 2}}), as in cluster.layout",
+    "device_map": "a device such as cuda:0, which sets run.device; several (cuda:0-3), or those of each model ({actor:"
+    " cuda:0-3, critic: cuda:4-5}), as in cluster.layout",
+    "gpu_group": "name of the group of devices, or one for each model ({actor: a, critic: b}), as in cluster.layout",
 }
-"""Names that take a structure; `gpu_group` is accepted for files and scripts that are to grow to many devices."""
-
-# A device index, not followed by a range or a list of further devices.
-_ONE_DEVICE = re.compile(r"(auto|cpu|cuda(:\d+)?)")
+"""Names that take a structure; together they say where the models run (config_places.py)."""
 
 
 def suggest(name: str) -> str:
@@ -90,22 +89,26 @@ def apply_aliases(keywords: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Accepts the names of ALIASES and STRUCTURED, dotted keys (`"train.steps"`), keys with two underscores
     (`train__steps`), and section names with a mapping or, where the section has a shorthand, a single value.
     Raises ConfigError, with all problems at once, for an unknown name, for one key given by two names with
-    different values, and for structures this version cannot serve.
+    different values, and for structures that mean nothing.
     """
     problems: list[str] = []
     given: dict[str, tuple[str, Any]] = {}
+    places = {name: keywords[name] for name in PLACE_NAMES if name in keywords}
+    settings: list[tuple[str, str, Any]] = []
     for keyword, value in keywords.items():
         try:
-            settings = _expand(keyword, value)
+            if keyword not in places:
+                settings += [(keyword, key, setting) for key, setting in _expand(keyword, value).items()]
+            elif keyword == next(iter(places)):
+                settings += [(name, key, setting) for key, (name, setting) in placed(places).items()]
         except ConfigError as error:
             problems += error.violations
-            continue
-        for key, setting in settings.items():
-            before = given.setdefault(key, (keyword, setting))
-            if before[1] != setting:
-                problems.append(
-                    f"{keyword}: sets {key} to {setting!r}, but {before[0]} sets it to {before[1]!r}; give one of them"
-                )
+    for keyword, key, setting in settings:
+        before = given.setdefault(key, (keyword, setting))
+        if before[1] != setting:
+            problems.append(
+                f"{keyword}: sets {key} to {setting!r}, but {before[0]} sets it to {before[1]!r}; give one of them"
+            )
     if problems:
         raise ConfigError(problems)
     out: dict[str, dict[str, Any]] = {}
@@ -117,19 +120,14 @@ def apply_aliases(keywords: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _expand(keyword: str, value: Any) -> dict[str, Any]:
     """Dotted settings that one keyword stands for."""
-    if keyword == "parallel_config":
-        return _parallel_config(value)
-    if keyword == "device_map":
-        return {"run.device": _one_device(value)}
-    if keyword == "gpu_group":
-        _one_of("gpu_group", value, "group")
-        return {}
     if keyword in ALIASES:
         return {ALIASES[keyword]: value}
     dotted = keyword.replace("__", ".")
     if dotted in all_keys():
         return {dotted: value}
     if keyword in sections():
+        layout = cluster_settings(value) if keyword == "cluster" else None
+        value = value if layout is None else layout
         if isinstance(value, Mapping):
             return {
                 k: v for bare, inner in value.items() for k, v in _expand(f"{keyword}.{bare}", inner).items()
@@ -141,44 +139,3 @@ def _expand(keyword: str, value: Any) -> dict[str, Any]:
     close = [] if "." in dotted else difflib.get_close_matches(keyword, names, n=1, cutoff=0.75)
     hint = f"; did you mean {close[0]}?" if close else suggest(keyword)
     raise ConfigError(f"{keyword}: unknown name{hint}")
-
-
-def _parallel_config(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"parallel_config: expected degrees such as {{'tp': 1, 'dp': 1}}, got {value!r}")
-    unknown = [str(k) for k in value if k not in ("tp", "pp", "dp", "zero3")]
-    if unknown:
-        raise ConfigError(
-            f"parallel_config: unknown degree {', '.join(unknown)}; the degrees are dp, tp, pp and zero3"
-        )
-    return {"cluster.parallelism": dict(value)}
-
-
-def _one_device(value: Any) -> str:
-    device = _one_of("device_map", value, "device")
-    if isinstance(device, int) and not isinstance(device, bool):
-        device = f"cuda:{device}"
-    if not isinstance(device, str) or not _ONE_DEVICE.fullmatch(device):
-        raise ConfigError(
-            f"device_map: {device!r} is not one device; this version runs on one (cpu, cuda or cuda:0)"
-        )
-    return device
-
-
-def _one_of(keyword: str, value: Any, noun: str) -> Any:
-    """The one value of a scalar, or of a mapping or list over models. Raises ConfigError when they differ."""
-    if isinstance(value, Mapping):
-        named = [(str(k), v) for k, v in value.items()]
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        named = [(f"entry {i + 1}", v) for i, v in enumerate(value)]
-    else:
-        return value
-    if not named:
-        raise ConfigError(f"{keyword}: empty; give one {noun}")
-    for name, other in named[1:]:
-        if other != named[0][1]:
-            raise ConfigError(
-                f"{keyword}: {named[0][0]} on {named[0][1]!r} and {name} on {other!r} need two {noun}s;"
-                f" this version runs on one device, so give all models the same"
-            )
-    return named[0][1]

@@ -19,6 +19,7 @@ from headrace.config import SHORTHAND, Command, Config, violations
 from headrace.config_algorithm import under_another_name
 from headrace.config_aliases import nearest_keys, suggest
 from headrace.config_explain import KeyInfo, all_keys, sections
+from headrace.config_places import cluster_settings
 from headrace.errors import ConfigError
 
 Settings = dict[str, dict[str, Any]]
@@ -260,6 +261,7 @@ def _add_section(section: str, value: Any, out: Settings, problems: list[str], m
         problems.append(_unknown_section(section, meant))
     elif isinstance(value, Mapping):
         target = out.setdefault(section, {})
+        value = (cluster_settings(value) if section == "cluster" else None) or value
         for key, setting in value.items():
             name = f"{section}.{key}"
             if name in all_keys():

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from headrace.cluster.handle import Handle, Kind, RowLayout, Stored, new_number
+from headrace.cluster.placement import Parallelism
 from headrace.cluster.shares import share_out
 from headrace.cluster.wire import Message, plain_bytes, plain_value
 from headrace.cluster.worker import Shard, put_message, read_shard
@@ -146,16 +147,7 @@ class WorkerGroup:
     def _fits(self, taken: Handle, together: str | None, balance: bool) -> RowLayout | None:
         """The layout that all columns have, if the rows can stay as they are."""
         layouts = {s.layout.number: s.layout for s in taken.stored.values()}
-        if len(layouts) != 1:
-            return None
-        (layout,) = layouts.values()
-        p, q = layout.parallelism, self.parallelism
-        if layout.group != self.group or (p.dp, p.tp, p.pp) != (q.dp, q.tp, q.pp):
-            return None
-        kept = q.dp == 1 or (
-            (layout.balanced or not balance) and (not together or together in layout.together)
-        )
-        return layout if kept else None
+        return layout_kept(list(layouts.values()), self.group, self.parallelism, together, balance)
 
     def _keep_orders(self, order: dict[str, Any], taken: Handle) -> dict[int, bytes]:
         by_index: list[bytes] = []
@@ -318,6 +310,20 @@ class Call:
         rows, tokens = tuple(r["made_rows"] for r in own), tuple(r["made_tokens"] for r in own)
         stored = group._stored(self.output, layout, row_set, rows, tokens, kinds)
         return handle.merged(Handle(dict.fromkeys(kinds, stored)))
+
+
+def layout_kept(
+    layouts: Sequence[RowLayout], group: str, q: Parallelism, together: str | None, balance: bool = True
+) -> RowLayout | None:
+    """The layout of all columns, if their rows can stay as they are for a call of a group with parallelism `q`."""
+    if len(layouts) != 1:
+        return None
+    (layout,) = layouts
+    p = layout.parallelism
+    if layout.group != group or (p.dp, p.tp, p.pp) != (q.dp, q.tp, q.pp):
+        return None
+    kept = q.dp == 1 or ((layout.balanced or not balance) and (not together or together in layout.together))
+    return layout if kept else None
 
 
 def fetch(executor: Executor, handle: Handle, columns: Iterable[str] | None = None) -> Batch:

@@ -2,7 +2,7 @@
 
 Forms: the name of a template (`gpu_8`), a .yaml file, or a mapping. A mapping has some of the keys `device`, `nodes`,
 `groups`, `roles`, `communication` and `logging`, or is one of roles alone: `{"actor": {"gpu_group": "a", "parallelism":
-{"tp": 2, "dp": 32}}}` or `{"actor": "cuda:0-3"}`.
+{"tp": 2, "dp": 32}}}`, `{"actor": "cuda:0-3"}` or `{"actor": {"devices": "cuda:0-3", "parallelism": {"tp": 2}}}`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.cluster.described import with_described
+from headrace.cluster.layout_values import (
+    device_numbers,
+    is_share,
+    listed,
+    ranks_of,
+    read_degrees,
+    unnamed_hosts,
+)
 from headrace.cluster.placement import (
-    ROLES,
     Communication,
     Group,
     Host,
@@ -28,14 +36,13 @@ from headrace.cluster.placement import (
 )
 from headrace.config import ClusterConfig
 from headrace.config_load import read_settings
+from headrace.config_places import LAYOUT_PARTS, ROLES, Place
 from headrace.errors import ConfigError
 
-PARTS = ("device", "nodes", "groups", "roles", "communication", "logging")
 LABELS = ("head", "master", "worker", "compute", "gpu", "cpu", "train", "trainer")
 """What a node's `role` may also say: names of no effect that cluster files use."""
 LEVELS = ("debug", "info", "warning", "error")
 KEY = "cluster.layout"
-_DEVICES = re.compile(r"(?:(cuda|cpu|gpu)(?::|$))?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 
 
 def templates() -> list[str]:
@@ -61,20 +68,43 @@ def resolve(
     backend: str = "auto",
     roles: Iterable[str] = ("actor",),
     available: int | None = None,
+    device: str = "auto",
+    described: Mapping[str, Place] | None = None,
 ) -> Placement:
     """The placement that the settings of section `cluster` describe, for a run with `roles`.
 
     `parallelism` is that of every role that has none of its own. `num_gpus` replaces the layout's nodes, and picks a
     template where there is no layout. A role of the run that the layout leaves out goes with the actor.
-    `available` is how many devices there are, where that is known. Raises ConfigError with all violations.
+    `available` is how many GPUs there are, where that is known. `device` is `run.device`, the kind where a layout names
+    none. `described`: what the models themselves were described with. Raises ConfigError with all violations.
     """
+    places = {role: place for role, place in (described or {}).items() if place.entry()}
+    if places and layout is None:
+        layout = {"roles": {}}  # not a template, whose groups they would contradict
     raw, problems = _read(layout, num_gpus, parallelism)
     if problems:
         raise ConfigError(problems)
-    draft = _Draft(raw, list(roles), _parallelism(parallelism, "cluster.parallelism", problems), problems)
+    raw = with_described(raw, places, problems)
+    draft = _Draft(
+        raw, list(roles), read_degrees(parallelism, "cluster.parallelism", problems), problems, device=device
+    )
     placement = draft.placement(num_gpus)
-    if available is not None and placement.device == "cuda" and placement.world > available:
-        problems.append(f"{KEY}: needs {placement.world} GPUs; there are {available}")
+    if placement.device == "cuda" and (placement.world > 1 or raw.get("device") or num_gpus):
+        if available is not None and placement.world > available:
+            key = KEY if num_gpus is None else "cluster.num_gpus"
+            other = "" if raw.get("device") or num_gpus else "; run.device=cpu makes CPU processes instead"
+            problems.append(f"{key}: needs {placement.world} GPUs; there are {available}{other}")
+        if device == "cpu":
+            problems.append(f"run.device: cpu, but {KEY} or cluster.num_gpus asks for GPUs; give one of them")
+    if (
+        placement.device == "cpu"
+        and device.startswith("cuda")
+        and (placement.world > 1 or layout is not None)
+    ):
+        problems.append(f"run.device: {device}, but {KEY} has CPUs; give one of them")
+    asked = max([placement.world, *(role.parallelism.size for role in placement.roles.values())])
+    if ":" in device and asked > 1:
+        problems.append(f"run.device: {device} is one device, but {asked} are asked for; give one of them")
     if backend != "auto":
         stated = placement.communication.backend
         if stated not in ("auto", backend):
@@ -89,24 +119,26 @@ def resolve(
 
 
 def placement_of(
-    cluster: ClusterConfig, roles: Iterable[str], device: str = "auto", available: int | None = None
+    cluster: ClusterConfig,
+    roles: Iterable[str],
+    device: str = "auto",
+    available: int | None = None,
+    described: Mapping[str, Place] | None = None,
 ) -> Placement:
     """The placement that the section `cluster` describes for a run with `roles`, without groups it does not need.
 
-    `device` is `run.device`: `cpu` makes CPU processes of a parallelism that no layout stands with.
-    Raises ConfigError with all violations.
+    The other parameters are those of `resolve`. Raises ConfigError with all violations.
     """
     wanted = list(roles)
-    layout, num_gpus = cluster.layout, cluster.num_gpus
-    if layout is None and num_gpus is None and cluster.parallelism:
-        layout = {"device": "cpu" if device == "cpu" else "cuda", "roles": {"actor": {}}}
     return resolve(
-        layout,
+        cluster.layout,
         parallelism=cluster.parallelism,
-        num_gpus=num_gpus,
+        num_gpus=cluster.num_gpus,
         backend=cluster.communication_backend,
         roles=wanted,
         available=available,
+        device=device,
+        described=described,
     ).limited(wanted)
 
 
@@ -132,11 +164,11 @@ def _read(
     raw = dict(layout)
     if "cluster" in raw and len(raw) == 1 and isinstance(raw["cluster"], Mapping):
         raw = dict(raw["cluster"])
-    if raw and not raw.keys() & set(PARTS):
+    if raw and not raw.keys() & set(LAYOUT_PARTS):
         raw = {"roles": raw}
     problems = []
-    for key in raw.keys() - set(PARTS):
-        problems.append(f"{KEY}.{key}: unknown part; there are {', '.join(PARTS)}")
+    for key in raw.keys() - set(LAYOUT_PARTS):
+        problems.append(f"{KEY}.{key}: unknown part; there are {', '.join(LAYOUT_PARTS)}")
     return raw, problems
 
 
@@ -153,6 +185,8 @@ class _Draft:
     """Group → how many devices or which, as written."""
     asked: dict[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
     """Role → (group, degrees as written)."""
+    device: str = "auto"
+    """`run.device`."""
 
     def placement(self, num_gpus: int | None) -> Placement:
         groups = self.part("groups", Mapping)
@@ -160,14 +194,19 @@ class _Draft:
         self.read_nodes(num_gpus)
         self.read_roles()
         device = self.read_device(num_gpus)
-        anywhere = not self.hosts
-        made = self.make_groups()
+        made = self.make_groups(device)
         roles = {
-            name: RolePlacement(group, self.fitted(name, degrees, made[group]))
+            name: RolePlacement(group, self.fitted(name, degrees, made[group]), self.key_of(name, degrees))
             for name, (group, degrees) in self.asked.items()
         }
         return Placement(
-            device, tuple(self.hosts), made, roles, self.read_communication(), self.read_logging(), anywhere
+            device,
+            tuple(self.hosts),
+            made,
+            roles,
+            self.read_communication(),
+            self.read_logging(),
+            hosts_named=bool(self.raw.get("nodes")) and num_gpus is None,
         )
 
     def part(self, name: str, kind: type) -> Any:
@@ -232,15 +271,15 @@ class _Draft:
             if not isinstance(value, Mapping):
                 self.problems.append(f"{key}: expected gpu_group and parallelism, or devices, got {value!r}")
                 continue
-            for other in value.keys() - {"gpu_group", "group", "parallelism"}:
-                self.problems.append(f"{key}.{other}: unknown; a role has gpu_group and parallelism")
-            group = str(value.get("gpu_group", value.get("group", shared)))
+            for other in value.keys() - {"gpu_group", "group", "parallelism", "devices"}:
+                self.problems.append(f"{key}.{other}: unknown; a role has gpu_group, parallelism and devices")
+            group = self.group_of_role(str(name), value, key, shared)
             if self.part("groups", Mapping) and group not in self.wanted:
                 self.problems.append(
                     f"{key}.gpu_group: there is no group '{group}'; there are {', '.join(self.wanted)}"
                 )
             self.wanted.setdefault(group, None)
-            degrees = _parallelism(value.get("parallelism"), f"{key}.parallelism", self.problems)
+            degrees = read_degrees(value.get("parallelism"), f"{key}.parallelism", self.problems)
             self.asked[str(name)] = (group, degrees)
         if "actor" not in self.asked:
             self.wanted.setdefault(shared, None)
@@ -250,6 +289,23 @@ class _Draft:
                 self.problems.append(f"{KEY}.roles.{name}: unknown role; the roles are {', '.join(ROLES)}")
             else:
                 self.asked.setdefault(name, self.asked["actor"])
+
+    def group_of_role(self, role: str, value: Mapping[str, Any], key: str, shared: str) -> str:
+        named, devices = value.get("gpu_group", value.get("group")), value.get("devices")
+        if devices is None:
+            return str(named or (self.asked[role][0] if role in self.asked else shared))
+        if named is None:
+            return self.group_of_devices(role, devices, f"{key}.devices")
+        numbers, before = self.numbers(devices, f"{key}.devices"), self.wanted.get(str(named))
+        stated = before if before is None or isinstance(before, list) else str(before)
+        if isinstance(stated, str) and not is_share(stated) and not isinstance(before, int):
+            stated = self.numbers(stated, f"{KEY}.groups.{named}")
+        if stated not in (None, numbers):
+            self.problems.append(
+                f"{key}.devices: {devices!r}, but group '{named}' has {before!r}; give one of them"
+            )
+        self.wanted[str(named)] = numbers
+        return str(named)
 
     def group_of_devices(self, role: str, value: str | int, key: str) -> str:
         """The group that has just these devices; roles with the same ones share it."""
@@ -264,24 +320,29 @@ class _Draft:
         stated = self.raw.get("device")
         if stated not in (None, "cpu", "cuda"):
             self.problems.append(f"{KEY}.device: {stated!r} is none of cpu, cuda")
+        written = [
+            v.get("devices") if isinstance(v, Mapping) else v for v in self.part("roles", Mapping).values()
+        ]
         named: set[Any] = {
-            "cpu" if "cpu" in str(v) else "cuda"
-            for v in self.part("roles", Mapping).values()
+            "cpu" if "cpu" in v else "cuda"
+            for v in written
             if isinstance(v, str) and re.match("cpu|cuda|gpu", v)
         }
         if len(named | ({stated} if stated else set())) > 1:
             self.problems.append(f"{KEY}: some devices are CPUs and some GPUs; use one kind")
         if num_gpus is not None:
             return "cpu" if num_gpus == 0 else "cuda"
+        if not named and stated is None:
+            return "cpu" if self.device == "cpu" else "cuda"
         return "cpu" if "cpu" in (named or {stated}) else "cuda"
 
-    def make_groups(self) -> dict[str, Group]:
+    def make_groups(self, device: str) -> dict[str, Group]:
         """Groups that say which devices first, then those that say how many, in order, from those left."""
         total = sum(h.devices for h in self.hosts)
         taken: dict[int, str] = {}
         given: dict[str, list[int]] = {}
         for name, value in self.wanted.items():
-            if isinstance(value, list) or (isinstance(value, str) and not _is_share(value)):
+            if isinstance(value, list) or (isinstance(value, str) and not is_share(value)):
                 given[name] = self.numbers(value, f"{KEY}.groups.{name}")
                 both: dict[str, list[int]] = {}
                 for number in given[name]:
@@ -290,18 +351,18 @@ class _Draft:
                     taken.setdefault(number, name)
                 for other, numbers in both.items():
                     self.problems.append(
-                        f"{KEY}.groups.{name}: overlaps group '{other}' on device {_listed(numbers)}"
+                        f"{KEY}.groups.{name}: overlaps group '{other}' on device {listed(numbers)}"
                         if other != name
-                        else f"{KEY}.groups.{name}: names device {_listed(numbers)} twice"
+                        else f"{KEY}.groups.{name}: names device {listed(numbers)} twice"
                     )
         sizes = {name: self.size(name, total) for name in self.wanted if name not in given}
         highest = max([*taken, -1]) + 1
         needed = max(highest, len(taken) + sum(sizes.values()))
         if not self.hosts:
-            self.hosts = [Host("localhost", needed)]
+            self.hosts = unnamed_hosts(needed, device)
         elif needed > total:
             parts = [f"{name}: {n}" for name, n in sizes.items()]
-            parts += [f"{name}: {_listed(numbers)}" for name, numbers in given.items()]
+            parts += [f"{name}: {listed(numbers)}" for name, numbers in given.items()]
             self.problems.append(
                 f"{KEY}.groups: need {needed} devices, but the nodes have {total} ({'; '.join(parts)})"
             )
@@ -320,7 +381,7 @@ class _Draft:
         value, key = self.wanted[name], f"{KEY}.groups.{name}"
         if value is None:
             products = {
-                role: _product(degrees or self.default)
+                role: ranks_of(degrees or self.default)
                 for role, (group, degrees) in self.asked.items()
                 if group == name
             }
@@ -338,7 +399,7 @@ class _Draft:
 
     def fitted(self, role: str, written: Mapping[str, int], group: Group) -> Parallelism:
         """The degrees of a role, with dp filled up to the size of its group where it was left out."""
-        key = f"{KEY}.roles.{role}.parallelism" if written else "cluster.parallelism"
+        key = self.key_of(role, written)
         degrees = dict(written or self.default)
         tp, pp, zero3 = degrees.get("tp", 1), degrees.get("pp", 1), degrees.get("zero3", 1)
         dp = degrees.get("dp") or max(1, group.size // (tp * pp))
@@ -352,22 +413,15 @@ class _Draft:
             self.problems.append(f"{key}: zero3 {zero3} does not divide dp {dp}")
         return Parallelism(dp, tp, pp, zero3)
 
+    def key_of(self, role: str, written: Mapping[str, int]) -> str:
+        """The setting that gives a role its degrees; a role that the layout leaves out has the actor's."""
+        if written:
+            named = role if role in self.part("roles", Mapping) else "actor"
+            return f"{KEY}.roles.{named}.parallelism"
+        return "cluster.parallelism" if self.default else KEY
+
     def numbers(self, value: Any, key: str) -> list[int]:
-        """The device numbers that `cuda:0-3`, `0,2-3`, 2 or a list of such mean."""
-        if isinstance(value, list):
-            return [n for v in value for n in self.numbers(v, key)]
-        match = _DEVICES.fullmatch(str(value).replace(" ", ""))
-        if match is None or isinstance(value, bool | float):
-            self.problems.append(f"{key}: {value!r} names no devices; write them as cuda:0-3")
-            return []
-        out: list[int] = []
-        for part in (match[2] or "0").split(","):
-            first, _, last = part.partition("-")
-            if int(last or first) < int(first) or int(last or first) > 10**6:
-                self.problems.append(f"{key}: {value!r} is no range; write it as cuda:0-3")
-                return []
-            out += range(int(first), int(last or first) + 1)
-        return out
+        return device_numbers(value, key, self.problems)
 
     def whole(self, value: Any, key: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 10**6:
@@ -395,40 +449,3 @@ class _Draft:
         if level not in LEVELS:
             self.problems.append(f"{key}.level: {level!r} is none of {', '.join(LEVELS)}")
         return Logging(level, None if folder is None else str(folder))
-
-
-def _parallelism(raw: Any, key: str, problems: list[str]) -> dict[str, int]:
-    """The degrees as written; zero3 is 0 for `true`, which is as many as dp."""
-    if raw is None:
-        return {}
-    if not isinstance(raw, Mapping):
-        problems.append(f"{key}: expected degrees such as {{tp: 2, dp: 4}}, got {raw!r}")
-        return {}
-    out: dict[str, int] = {}
-    for name, value in raw.items():
-        if name not in ("dp", "tp", "pp", "zero3"):
-            problems.append(f"{key}.{name}: unknown degree; the degrees are dp, tp, pp and zero3")
-        elif name == "zero3" and isinstance(value, bool):
-            out["zero3"] = 0 if value else 1
-        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
-            problems.append(f"{key}.{name}: expected a whole number of at least 1, got {value!r}")
-        else:
-            out[str(name)] = value
-    if out.get("zero3", 0) > 1 and "dp" not in out:
-        out["dp"] = out["zero3"]
-    return out
-
-
-def _product(degrees: Mapping[str, int]) -> int | None:
-    """Ranks that the degrees need, or None where nothing was said."""
-    if not degrees:
-        return None
-    return degrees.get("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1)
-
-
-def _is_share(value: str) -> bool:
-    return value == "all" or re.fullmatch(r"[1-9]\d{0,5}/[1-9]\d{0,5}", value) is not None
-
-
-def _listed(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")

@@ -5,13 +5,10 @@ Pure values. Reading them from a configuration, with every check: layouts.py.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
-
-ROLES = ("actor", "critic", "reference", "reward_model", "rollout")
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,8 @@ class RolePlacement:
 
     group: str
     parallelism: Parallelism
+    key: str = field(default="cluster.layout", compare=False)
+    """The setting that gave the parallelism, for errors."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,8 @@ class Placement:
     roles: Mapping[str, RolePlacement]
     communication: Communication = field(default_factory=Communication)
     logging: Logging = field(default_factory=Logging)
-    anywhere: bool = False
-    """No hosts were described: the ranks may lie on whatever nodes a Ray cluster has."""
+    hosts_named: bool = True
+    """Whether the hosts were described; else they are what there is where the run starts."""
 
     @property
     def world(self) -> int:
@@ -160,7 +159,7 @@ class Placement:
         if role is None or role.parallelism.zero3 * role.parallelism.pp == 1:
             return self
         p = role.parallelism
-        plain = RolePlacement(role.group, Parallelism(dp=p.dp * p.pp, tp=p.tp))
+        plain = RolePlacement(role.group, Parallelism(dp=p.dp * p.pp, tp=p.tp), role.key)
         return replace(self, roles={**self.roles, "rollout": plain})
 
     def apart(self, first: str, second: str) -> bool:
@@ -170,43 +169,57 @@ class Placement:
 
 @dataclass(frozen=True)
 class ModelSize:
-    """What of a model must be divisible."""
+    """What of a model must be divisible, and what else stands against cutting it over tp or zero3."""
 
     heads: int
     kv_heads: int
     layers: int
+    mlp_columns: int = 0
+    tp_problems: tuple[str, ...] = ()
+    zero3_problems: tuple[str, ...] = ()
 
 
 def fit_violations(
     placement: Placement, sizes: Mapping[str, ModelSize], rows: Mapping[str, tuple[str, int]]
 ) -> list[str]:
-    """Heads that tp does not divide, layers fewer than pp or not divided by it, batches that dp does not divide.
+    """Heads and MLP columns that tp does not divide, layers that pp does not, batches that dp does not, and models that
+    cannot be cut at all.
 
     `sizes` by role; `rows` by role: (the setting that says how many rows the role gets at once, that number).
-    One sentence for each violation, beginning with the key.
+    One sentence for each violation, beginning with the key; the same one of several roles once.
     """
     out: list[str] = []
     for name, role in placement.roles.items():
-        p, key = role.parallelism, f"cluster.layout.roles.{name}.parallelism"
+        p, key = role.parallelism, role.key
         if name in sizes:
             size = sizes[name]
-            for what, count in (("attention heads", size.heads), ("key/value heads", size.kv_heads)):
-                # fewer key/value heads than ranks are copied, which needs a whole number of ranks a head
-                fits = count % p.tp == 0 or (what == "key/value heads" and p.tp % count == 0)
-                if not fits:
-                    best = [t for t in range(1, p.tp) if size.heads % t == 0 and math.gcd(t, count) == t]
+            counts = {
+                "attention heads": size.heads,
+                "key/value heads": size.kv_heads,
+                "MLP columns": size.mlp_columns,
+            }
+            best = [t for t in range(1, p.tp) if not any(count % t for count in counts.values())]
+            for what, count in counts.items():
+                if count % p.tp:
                     out.append(
                         f"{key}: tp {p.tp} does not divide the model's {count} {what}; use tp {best[-1]}"
                     )
             if size.layers % p.pp:
-                best = [n for n in range(1, p.pp) if size.layers % n == 0]
+                fits = [n for n in range(1, p.pp) if size.layers % n == 0]
                 out.append(
-                    f"{key}: pp {p.pp} does not divide the model's {size.layers} layers; use pp {best[-1]}"
+                    f"{key}: pp {p.pp} does not divide the model's {size.layers} layers; use pp {fits[-1]}"
                 )
+            if p.tp > 1:
+                out += [f"{key}: tp {p.tp} cannot cut the model: {problem}" for problem in size.tp_problems]
+            if p.zero3 > 1:
+                out += [
+                    f"{key}: zero3 {p.zero3} cannot cut the model: {problem}"
+                    for problem in size.zero3_problems
+                ]
         if name in rows and rows[name][1] % p.dp:
             setting, count = rows[name]
             out.append(
                 f"{setting}: {count} rows cannot be shared evenly by the {name}'s {p.dp} data-parallel ranks; use a"
                 f" multiple of {p.dp}"
             )
-    return out
+    return list(dict.fromkeys(out))

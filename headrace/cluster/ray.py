@@ -18,18 +18,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.cluster.bundles import by_node, nodes_violations, shares_of_hosts
 from headrace.cluster.faults import Failure, root_cause
 from headrace.cluster.placement import Placement
 from headrace.cluster.ray_cluster import (
     allowed_environment,
-    by_node,
     join_in_time,
-    nodes_violations,
     object_store_bytes,
     one_start_at_a_time,
     private_environment,
     require_answer,
-    shares_of_hosts,
 )
 from headrace.cluster.ray_rank import RankProcess, actor_name, from_wire, to_wire
 from headrace.cluster.sweeper import Sweeper
@@ -168,7 +166,7 @@ class RayExecutor(Executor):
         shares = shares_of_hosts(p)
         bundles = [{"CPU": float(n)} | ({"GPU": float(n)} if resource == "GPU" else {}) for n in shares]
         # one host of a layout is one node; a private cluster has one node for all of them
-        strategy = "PACK" if p.anywhere else "STRICT_SPREAD" if self._private is None else "SPREAD"
+        strategy = "PACK" if not p.hosts_named else "STRICT_SPREAD" if self._private is None else "SPREAD"
         deadline = time.monotonic() + start_s
         self._group = placement_group(bundles, strategy=strategy)
         if not self._group.wait(min(start_s, NOTICE_S)):

@@ -10,15 +10,14 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
-from headrace.cluster.placement import Placement
 from headrace.errors import ConfigError
 
 PASSED_ON = re.compile(
     r"PYTHONPATH|OMP_NUM_THREADS|MKL_NUM_THREADS|TOKENIZERS_PARALLELISM|HF_\w+|TRANSFORMERS_\w+|HEADRACE_\w+"
-    r"|NCCL_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
+    r"|NCCL_\w+|NVSHMEM_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
 )
 """Variables of the controller's environment that the ranks get. Nothing else of it reaches them."""
 SYSTEM = re.compile(
@@ -92,43 +91,6 @@ def require_answer(address: str) -> None:
         socket.create_connection((host, int(match[3])), timeout=10).close()
     except OSError as error:
         raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}'{taken_as}: {error}") from error
-
-
-def shares_of_hosts(placement: Placement) -> list[int]:
-    """Devices of each bundle that Ray is to keep together on a node: a host's, or one where no hosts were described."""
-    if placement.anywhere:
-        return [1] * placement.world
-    hosts = [seat.host for seat in placement.seats]
-    return [hosts.count(host) for host in sorted(set(hosts))]
-
-
-def by_node(placement: Placement, nodes: Mapping[int, str]) -> list[int]:
-    """For each rank its bundle. `nodes`: bundle → id of the node where it landed.
-
-    Without described hosts neighbouring ranks, which talk most, get bundles of the same node.
-    """
-    if placement.anywhere:
-        found = list(dict.fromkeys(nodes[i] for i in range(placement.world)))
-        return sorted(range(placement.world), key=lambda i: found.index(nodes[i]))
-    used = sorted({seat.host for seat in placement.seats})
-    return [used.index(seat.host) for seat in placement.seats]
-
-
-def nodes_violations(placement: Placement, resource: str, nodes: Sequence[int], joined: bool) -> list[str]:
-    """What a cluster is short of. `nodes`: how many of the resource each node has, used or not."""
-    have = f"the Ray cluster has {sum(nodes)} on {len(nodes)} node(s)"
-    if sum(nodes) < placement.world:
-        return [f"cluster.layout: needs {placement.world} {resource}s; {have}"]
-    if not joined or placement.anywhere:
-        return []
-    wanted = sorted(shares_of_hosts(placement), reverse=True)
-    largest = sorted(nodes, reverse=True)[: len(wanted)]
-    if len(largest) == len(wanted) and all(n <= m for n, m in zip(wanted, largest, strict=True)):
-        return []
-    return [
-        f"cluster.layout.nodes: describe hosts of which {', '.join(map(str, wanted))} {resource}s are used, each to be a"
-        f" node; the Ray cluster's nodes have {', '.join(map(str, sorted(nodes, reverse=True)))}"
-    ]
 
 
 def object_store_bytes() -> int:

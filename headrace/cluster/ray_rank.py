@@ -22,6 +22,7 @@ import torch.distributed as dist
 from headrace.cluster.faults import failure_report, position
 from headrace.cluster.wire import Message, plain_bytes, plain_value
 from headrace.cluster.worker import Site, Worker
+from headrace.cluster.workers import become_worker
 
 Wire = tuple[bytes, list[np.ndarray]]
 """A Message as Ray carries it: JSON, and arrays that it moves as raw buffers."""
@@ -41,6 +42,7 @@ class RankProcess:
     def __init__(self, setup: bytes) -> None:
         """`setup`: the rank's place in the cluster as JSON (see RayExecutor)."""
         self.setup = plain_value(setup)
+        become_worker(self.setup["rank"])
         self.worker: Worker | None = None
         self.store: Any = None
         self.thread: int | None = None

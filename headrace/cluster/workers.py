@@ -12,6 +12,23 @@ from typing import Protocol, Self
 
 from headrace.cluster.placement import Placement
 from headrace.cluster.wire import Message
+from headrace.errors import ConfigError
+
+_ranks_here: list[int] = []
+
+
+def become_worker(rank: int) -> None:
+    """Says that this process is a worker of a run, for as long as it lives."""
+    _ranks_here.append(rank)
+
+
+def refuse_in_worker() -> None:
+    """Raises ConfigError in a worker: a script that is imported there, for a function in it, must not start a run."""
+    if _ranks_here:
+        raise ConfigError(
+            "this process is a worker of a run, which imported the script for a function in it, and the script starts a"
+            " run as it is imported; put what starts it under `if __name__ == '__main__':`"
+        )
 
 
 @dataclass

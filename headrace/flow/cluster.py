@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,23 +16,25 @@ import torch
 from headrace.checkpoint.resume import Checkpoint
 from headrace.cluster.group import Call, WorkerGroup, fetch, fetch_row
 from headrace.cluster.handle import Handle
-from headrace.cluster.placement import ModelSize, Placement, fit_violations
+from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_violations
 from headrace.cluster.workers import Executor
 from headrace.config import Config
 from headrace.data.batch import Batch
 from headrace.errors import ConfigError, WorkerError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.graph import Stage
+from headrace.flow.memory_ranks import LEAST, estimate_cluster
 from headrace.flow.prepare import updates_of
-from headrace.flow.remote import describe_function, describe_role
+from headrace.flow.remote import check_functions, describe_function, describe_role, loaded_problems
 from headrace.flow.rollout_group import RolloutGroup
 from headrace.flow.runtime import LocalRuntime, Rows, Runtime, Started, Writer, named_roles
+from headrace.models.inventory import read_inventory
 from headrace.models.shape import read_shape
 from headrace.observe.metrics import MetricSums
 from headrace.observe.run_dir import RunDirectory
 from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
-from headrace.roles.role import Role
+from headrace.roles.role import LanguageModelRole, Role
 from headrace.stages import StageContext
 
 WORKER = "headrace.roles.worker:RoleWorker"
@@ -55,6 +57,7 @@ class ClusterRuntime(Runtime):
         self.home: WorkerGroup | None = None
         self._updates: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._brought: tuple[Handle, Handle] | None = None
 
     def prepare(self, flow: CheckedFlow, total_steps: int, skip: Iterable[Role] = ()) -> None:
         roles, trained = named_roles(flow)
@@ -78,8 +81,7 @@ class ClusterRuntime(Runtime):
             self._names[id(role)] = name
         if not self.roles:
             self.roles, self.trained = roles, trained
-            actors = [n for n, role in roles.items() if isinstance(role, Actor)]
-            self.home = self.groups[next(iter([*actors, *trained, *roles]))]
+            self.home = self.groups[self._names[id(home_of(flow))]]
         functions = {
             _function_name(flow, stage): describe_function(stage)
             for stage in flow.stages
@@ -105,18 +107,20 @@ class ClusterRuntime(Runtime):
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         given = _handle(rows)
+        if stage.role is not None and stage.spec.trains:
+            stage.role.trained_away()
         method = stage.role is not None
         name = self._names[id(stage.role)] if method else None
         group = self._home if name is None else self.groups[name]
         rollout = self.rollouts.get(name or "") if stage.spec.makes_rows else None
         if rollout is not None:
-            rollout.refresh(self._updates.get(rollout.actor.name, 0))
+            rollout.refresh(self._updates.get(rollout.actor.name, 0), context.metrics)
             group = rollout.group
         function = stage.function.__name__ if method else _function_name(flow, stage)
         call = group.start(
             "stage",
             given,
-            reads=_reads(stage, given),
+            reads=columns_read(stage, given),
             together=GROUP if GROUP in given else None,
             arguments={
                 "function": function,
@@ -127,14 +131,26 @@ class ClusterRuntime(Runtime):
         )
         return _Remote(self, stage, call, context, rollout)
 
-    def settle(self, rows: Handle) -> Handle:
+    def settle(self, rows: Handle, metrics: MetricSums | None = None) -> Handle:
         """New rows, shared out evenly by tokens over the home role's ranks: there they stay for the rest of the step."""
-        moved = self._home.call("stay", rows, together=GROUP if GROUP in rows else None).handle
-        return rows if moved is None else moved
+        result = self._home.call("stay", rows, together=GROUP if GROUP in rows else None)
+        if metrics is not None:
+            metrics.add_total("cluster/rows_bytes", result.moved_bytes)
+        return rows if result.handle is None else result.handle
 
     def fetch(self, rows: Rows, names: Iterable[str], row: int | None = None) -> Batch:
         handle = _handle(rows).select(names)
-        return fetch(self.executor, handle) if row is None else fetch_row(self.executor, handle, row)
+        if row is None:
+            return fetch(self.executor, handle)
+        return fetch_row(self.executor, self._brought_together(handle), row)
+
+    def _brought_together(self, handle: Handle) -> Handle:
+        """Columns shared out in one way, for rows to have one number: what came of another group's was moved."""
+        if len({stored.layout.number for stored in handle.stored.values()}) == 1:
+            return handle
+        if self._brought is None or self._brought[0] != handle:
+            self._brought = handle, self.settle(handle)
+        return self._brought[1]
 
     def varied_groups(self, rows: Rows, context: StageContext) -> list[int]:
         reads = [name for name in GROUP_READS if name in rows]
@@ -179,6 +195,7 @@ class ClusterRuntime(Runtime):
 
     def save_model(self, role: Role, path: Path) -> Path:
         self.groups[self._names[id(role)]].call("save_model", arguments={"path": str(path.resolve())})
+        role.trained_at = path.resolve()
         return path
 
 
@@ -197,15 +214,19 @@ class _Remote:
         result = self.call.result()
         ends = [began + seconds for began, seconds in zip(result.began, result.seconds, strict=True)]
         self.span = (self.call.group.group, min(result.began), max(ends))
+        m = self.context.metrics
         for value in result.values:
-            self.context.metrics.merge(MetricSums.from_plain(value["metrics"]))
+            m.merge(MetricSums.from_plain(value["metrics"]))
+        m.add_total("cluster/controller_s", result.controller_s)
+        m.add_total("cluster/controller_bytes", result.controller_bytes)
+        m.add_total("cluster/rows_bytes", result.moved_bytes)
         made = result.handle
         if self.rollout is not None:
             self.rollout.generated()
         if made is None or not result.written:
             return rows
         if result.new_rows:
-            return self.runtime.settle(made)
+            return self.runtime.settle(made, m)
         return _handle(rows).merged(made, result.written)
 
 
@@ -222,7 +243,13 @@ def _function_name(flow: CheckedFlow, stage: Stage) -> str:
     return f"{flow.name}/{stage.name}"
 
 
-def _reads(stage: Stage, given: Handle) -> list[str]:
+def home_of(flow: CheckedFlow) -> Role:
+    """The role beside which functions of the flow run."""
+    actors = [role for role in flow.roles if isinstance(role, Actor)]
+    return next(iter([*actors, *(role for role in flow.roles if flow.trains(role)), *flow.roles]))
+
+
+def columns_read(stage: Stage, given: Handle) -> list[str]:
     """The columns that a stage gets: all where it makes rows of rows, those that it names where it does not."""
     spec = stage.spec
     if spec.makes_rows or spec.drops_rows:
@@ -249,16 +276,25 @@ def _plain(value: Any) -> Any:
 
 
 def check_placement(flow: CheckedFlow) -> None:
-    """Raises ConfigError with all heads and layers that degrees do not divide, and rows that ranks cannot share."""
+    """Raises ConfigError with all heads and layers that degrees do not divide, rows that ranks cannot share, models that
+    workers cannot have, and memory that there is not."""
     placement = flow.placement
     if placement.world == 1:
         return
-    problems, sizes = [], {}
+    problems: list[str] = check_functions(flow)
+    sizes: dict[str, ModelSize] = {}
     for role in flow.roles:
-        c = role.model_config
-        shape = read_shape(str(c.path), role.key, c.trust_remote_code)
-        if shape is not None:
-            sizes[role.name] = ModelSize(shape.heads, shape.kv_heads, shape.layers)
+        names = (role.name, "rollout") if isinstance(role, Actor) else (role.name,)
+        degrees = [placement.roles[name].parallelism for name in names if name in placement.roles]
+        try:
+            size = _model_size(role, degrees)
+        except ConfigError as error:
+            problems += error.violations
+            continue
+        if size is not None:
+            sizes[role.name] = size
+        problems += loaded_problems(role)
+    problems += _adapter_problems(flow)
     rows = {}
     if flow.generates:
         sizes |= {"rollout": sizes["actor"]} if "actor" in sizes else {}
@@ -270,8 +306,44 @@ def check_placement(flow: CheckedFlow) -> None:
             problems.append(
                 "lora.rank: an actor with adapters generates in the layout that it trains in so far"
             )
+    if not problems:
+        problems += estimate_cluster(flow, lambda dp: LEAST).refusals()
     if problems:
         raise ConfigError(problems)
+
+
+def _model_size(role: Role, degrees: Sequence[Parallelism]) -> ModelSize | None:
+    c = role.model_config
+    if c.path is None:
+        return None
+    shape = read_shape(str(c.path), role.key, c.trust_remote_code)
+    if shape is None:
+        return None
+    size = ModelSize(shape.heads, shape.kv_heads, shape.layers)
+    if all(p.tp * p.zero3 == 1 for p in degrees):
+        return size
+    scalar = not isinstance(role, LanguageModelRole)
+    found = read_inventory(str(c.path), role.key, scalar=scalar, trust_remote_code=c.trust_remote_code)
+    if found is None:
+        return size
+    return replace(
+        size,
+        mlp_columns=found.mlp_columns,
+        tp_problems=found.tp_problems,
+        zero3_problems=found.zero3_problems,
+    )
+
+
+def _adapter_problems(flow: CheckedFlow) -> list[str]:
+    """Adapters work where every rank has the whole model."""
+    if not flow.config.lora.rank:
+        return []
+    cut = {
+        flow.placement.roles[r.name].key: p
+        for r in flow.roles
+        if flow.trains(r) and (p := flow.placement.roles[r.name].parallelism).zero3 * p.tp * p.pp > 1
+    }
+    return [f"{key}: {p} cuts a model that lora.rank gives adapters; use dp alone" for key, p in cut.items()]
 
 
 def open_runtime(

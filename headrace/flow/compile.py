@@ -19,6 +19,7 @@ from headrace.cluster.layouts import placement_of, resolve
 from headrace.cluster.placement import Placement
 from headrace.config import Config, setting_violations, step_violations
 from headrace.config_load import from_mapping, set_values
+from headrace.config_places import cluster_settings
 from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
 from headrace.rewards.stage import RewardStage
@@ -102,12 +103,12 @@ class CheckedFlow:
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
                 out += stage.function.check(available)
-            available |= _written(stage, self.config)
+            available |= written_columns(stage, self.config)
         return out
 
 
-def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
-    """Checks everything that can be known without data or weights. Raises ConfigError with all violations."""
+def examine_graph(flow: Graph, cluster: Any = None) -> tuple[CheckedFlow, list[str]]:
+    """The flow as far as it can be ordered, and all violations that can be known without data, models or weights."""
     problems = list(flow.notes)
     problems += _name_violations(flow)
     config = _merged_config(flow, problems)
@@ -124,14 +125,13 @@ def compile_graph(flow: Graph, cluster: Any = None) -> CheckedFlow:
         problems += _penalty_violations(flow, config)
         problems += _filter_violations(ordered, config)
     placement = _placement(flow, config, problems)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return CheckedFlow(flow.name, config, tuple(ordered), flow.data_columns, placement)
+    stages = tuple(ordered or flow.stages)
+    return CheckedFlow(flow.name, config, stages, flow.data_columns, placement), problems
 
 
 def _with_layout(config: Config, cluster: Any, problems: list[str]) -> Config:
     values = set_values(config)
-    values["cluster"] = {**values.get("cluster", {}), "layout": cluster}
+    values["cluster"] = {**values.get("cluster", {}), **(cluster_settings(cluster) or {"layout": cluster})}
     try:
         return from_mapping(values)
     except ConfigError as error:
@@ -140,20 +140,37 @@ def _with_layout(config: Config, cluster: Any, problems: list[str]) -> Config:
 
 
 def _placement(flow: Graph, config: Config, problems: list[str]) -> Placement:
-    """Where the roles run. Without anything said about a cluster: this process."""
+    """Where the roles run. Without anything said about a cluster or of one of the roles: this process."""
     c = config.cluster
-    if c.layout is None and not c.parallelism and (c.num_gpus or 0) <= 1:
+    own = list(dict.fromkeys(s.role for s in flow.stages if s.role is not None))
+    described = {role.name: role.place for role in own}
+    for role in own:
+        if role.place != described[role.name]:
+            problems.append(
+                f"flow '{flow.name}': two models are its {role.name}, and they were described with places that differ:"
+                f" {role.place.entry()} and {described[role.name].entry()}"
+            )
+    said = c.layout is not None or (c.num_gpus or 0) > 1
+    if not said and not c.parallelism and not any(place.entry() for place in described.values()):
         return ONE_DEVICE
-    roles = {s.role.name for s in flow.stages if s.role is not None}
+    roles = {role.name for role in own}
     if any(s.spec.makes_rows for s in flow.stages):
         roles.add("rollout")
+    kinds = sorted({role.device_name.partition(":")[0] for role in own} - {"auto"})
+    device = config.run.device if config.run.device != "auto" or len(kinds) != 1 else kinds[0]
     # a cluster that is joined has its devices elsewhere
     available = None if os.environ.get("RAY_ADDRESS") else torch.cuda.device_count()
     try:
-        return placement_of(c, sorted(roles), config.run.device, available).generating()
+        placement = placement_of(c, sorted(roles), device, available, described).generating()
     except ConfigError as error:
         problems += error.violations
         return ONE_DEVICE
+    if placement.world > 1 and len(kinds) > 1:
+        names = [f"{role.name} {role.device_name}" for role in own]
+        problems.append(
+            f"run.device: the models of a cluster are on one kind of device, not {', '.join(names)}"
+        )
+    return placement if said or placement.world > 1 else ONE_DEVICE
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -234,7 +251,7 @@ def _in_order(flow: Graph, problems: list[str]) -> list[Stage]:
     return done
 
 
-def _written(stage: Stage, config: Config) -> set[str]:
+def written_columns(stage: Stage, config: Config) -> set[str]:
     """The columns a stage writes: those it declares, and those of episodes where it plays some."""
     plays = stage.spec.makes_rows and isinstance(stage.role, Actor) and stage.role.plays(config)
     return {*stage.spec.writes, *(EPISODE_COLUMNS if plays else ())}
@@ -248,7 +265,7 @@ def _column_violations(ordered: list[Stage], data_columns: set[str], config: Con
     source = data_columns | given
     writers: dict[str, list[str]] = {}
     for stage in ordered:
-        for column in sorted(_written(stage, config)):
+        for column in sorted(written_columns(stage, config)):
             writers.setdefault(column, []).append(stage.name)
     above = ancestors(ordered)
     for stage in ordered:

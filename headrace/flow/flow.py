@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.flow.compile import CheckedFlow, compile_graph
+from headrace.errors import ConfigError
+from headrace.flow.cluster import check_placement
+from headrace.flow.compile import CheckedFlow, examine_graph
 from headrace.flow.graph import Graph
 from headrace.flow.run import Evaluation, RunResult, run_flow
 
@@ -39,7 +41,13 @@ class Flow(Graph):
 
         `cluster` is a layout in any form of `cluster.layout` and replaces that setting; None leaves it as it is.
         """
-        checked = compile_graph(self, cluster)
+        checked, problems = examine_graph(self, cluster)
+        try:
+            check_placement(checked)
+        except ConfigError as error:
+            problems += error.violations
+        if problems:
+            raise ConfigError(list(dict.fromkeys(problems)))
         return CompiledFlow(
             checked.name, checked.config, checked.stages, checked.data_columns, checked.placement
         )

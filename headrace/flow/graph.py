@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from headrace.config import Config
+from headrace.config import ClusterConfig, Config
 from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
 from headrace.roles.role import Role
@@ -39,7 +40,7 @@ class Graph:
         self.data_columns = tuple(data_columns)
         self.config = config.model_copy(deep=True) if config is not None else Config()
         self.stages: list[Stage] = []
-        self.notes: list[str] = []  # violations noticed while describing; reported by compile_graph()
+        self.notes: list[str] = []  # violations noticed while describing; reported by compile()
 
     def add_stage(
         self,
@@ -79,6 +80,12 @@ class Graph:
         added = Stage(name, function, declared, names, dict(settings))
         self.stages.append(added)
         return added
+
+    def without_cluster(self) -> Self:
+        """The same flow on one device, for what is wrong with it apart from its cluster."""
+        alone = copy.copy(self)
+        alone.config = self.config.model_copy(update={"cluster": ClusterConfig()})
+        return alone
 
     def _has_environment(self) -> bool:
         """True where an environment gives rewards of its own."""

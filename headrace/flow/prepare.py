@@ -66,11 +66,19 @@ def prepare_both(
 
 def check_roles(flows: Sequence[CheckedFlow]) -> None:
     """What can be known about every model without its weights. Raises ConfigError with all violations."""
-    roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
-    reader = flows[0].reader
-    problems = [p for role in roles if role is not reader for p in role.problems(reader)]
+    problems = role_problems(flows)
     if problems:
         raise ConfigError(problems)
+
+
+def role_problems(flows: Sequence[CheckedFlow]) -> list[str]:
+    """What is wrong with models, as far as that shows without their weights; the one that reads the data apart."""
+    roles = list(dict.fromkeys(role for flow in flows for role in flow.roles))
+    reader = flows[0].reader
+    try:
+        return [p for role in roles if role is not reader for p in role.problems(reader)]
+    except ConfigError as error:  # the reader's tokenizer
+        return error.violations
 
 
 def prepare_roles(flow: CheckedFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:

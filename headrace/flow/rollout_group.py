@@ -7,6 +7,7 @@ from typing import Any
 
 from headrace.cluster.group import WorkerGroup
 from headrace.cluster.workers import Executor
+from headrace.observe.metrics import MetricSums
 
 
 class RolloutGroup:
@@ -26,11 +27,16 @@ class RolloutGroup:
         places = {"source": _place(actor), "target": _place(self.group), "hosts": hosts}
         self._both("make_sync", places)
 
-    def refresh(self, version: int) -> None:
+    def refresh(self, version: int, metrics: MetricSums) -> None:
         """Gives the rollout the actor's weights of now, which have had `version` updates, unless it has them."""
-        if version != self._version:
-            self._both("sync_weights", {"version": version})
-            self._version = version
+        if version == self._version:
+            return
+        reports = self._both("sync_weights", {"version": version})
+        self._version = version
+        metrics.add_total("sync/weights_s", max(r["seconds"] for r in reports))
+        metrics.add_total("sync/weights_bytes", reports[0]["moved"])
+        metrics.add_total("sync/weights_minimum_bytes", reports[0]["minimum"])
+        metrics.add_max("sync/weights_extra_bytes", max(r["extra"] for r in reports))
 
     def generated(self) -> None:
         """Memory that the two models share on a device goes back to the one that trains."""
@@ -38,13 +44,12 @@ class RolloutGroup:
             self.group.call("free_weights")
             self._version = None
 
-    def _both(self, method: str, arguments: Mapping[str, Any]) -> None:
-        """A call on every rank that has a part of either model: all of them exchange weights, so none waits alone."""
+    def _both(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """The values of a call on all ranks that have a part of either model: they exchange weights."""
         calls = [self.group.start(method, arguments=arguments)]
         if not self.colocated:
             calls.append(self.actor.start(method, arguments=arguments))
-        for call in calls:
-            call.result()
+        return [value for call in calls for value in call.result().every_value]
 
 
 def _place(group: WorkerGroup) -> dict[str, Any]:

@@ -17,11 +17,12 @@ import torch
 from headrace.algorithms.kl_controller import KLController, adapt_kl
 from headrace.checkpoint.resume import Checkpoint
 from headrace.checkpoint.rng import seed_all
+from headrace.cluster.workers import refuse_in_worker
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, HeadraceError, RunError
-from headrace.flow.cluster import check_placement, open_runtime
+from headrace.flow.cluster import open_runtime
 from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.evaluate import StepSamples, evaluate
@@ -67,6 +68,7 @@ class RunResult:
 
 def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Evaluation | None) -> RunResult:
     """Runs a checked flow; see CompiledFlow.run."""
+    refuse_in_worker()
     config = flow.config
     r = config.run
     if steps is not None and steps < 1:
@@ -86,15 +88,14 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
         total = steps or config.train.steps or steps_of(config.train.epochs, loader.steps_per_epoch)
         flows = [flow] + ([evaluation.flow] if evaluation is not None else [])
         check_roles(flows)
-        check_placement(flow)
+        if checkpoint is None:
+            RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
+            refuse_own_inputs(config)
+        refuse_what_cannot_fit(flow, data, held_out)
         runtime = open_runtime(flow.placement, config, directory if r.resume else None, held)
         state = RunState(flow, loader, total, runtime)
         if checkpoint is not None:
             state.check(checkpoint)
-        else:
-            RunDirectory.check(r.dir, r.name, overwrite=r.overwrite)
-            refuse_own_inputs(config)
-        refuse_what_cannot_fit(flow, data, held_out)
         seed_all(r.seed)
         runtime.prepare(flow, total)
         if evaluation is not None:
@@ -309,11 +310,11 @@ def run_evaluation(
     The directory is `<run.name>-eval-<date>-<time>`, so that scoring a run's model never touches the run.
     `key` is the section that errors about the data name. Raises KeyboardInterrupt after Ctrl-C.
     """
+    refuse_in_worker()
     config, r = flow.config, flow.config.run
     data = prepare_data(flow, dataset, key=key)
     logger.info("scoring %d rows of %s", len(data.dataset), data.dataset.name)
     check_roles([flow])
-    check_placement(flow)
     with contextlib.ExitStack() as held:
         runtime = open_runtime(flow.placement, config, None, held)
         runtime.prepare(flow, 1)

@@ -97,6 +97,8 @@ class LocalRuntime(Runtime):
         prepare_roles(flow, total_steps, skip)
         if not self.roles:
             self.roles, self.trained = named_roles(flow)
+            for role in self.trained.values():
+                role.trained_here()
 
     def keep_logs(self, folder: Path) -> None:
         pass

@@ -79,6 +79,34 @@ def source_problems(config: Config, dataset: Any, key: str) -> list[str]:
     return []
 
 
+ROWS_READ = 512  # of each data set, where all of a large one would take too long
+
+
+def first_rows(config: Config, dataset: Any, key: str) -> tuple[int, HFDataset]:
+    """Rows of the whole data set, and the data set of its first `ROWS_READ`; a function that makes rows is read whole.
+
+    Raises DataError.
+    """
+    rows, own = read_rows(config, dataset, key)
+    source = dataset.source if isinstance(dataset, HFDataset) else dataset
+    is_function = callable(source) or (isinstance(source, str) and ".py:" in source)
+    settings: dict[str, Any] = own.model_dump(
+        exclude_unset=True, exclude={"path", "limit_rows", "split", "subset"}
+    )
+    most = max(ROWS_READ, 2 * config.train.prompts_per_step, 2 * (config.train.samples_per_update or 0))
+    limit = own.limit_rows if is_function or len(rows) <= ROWS_READ else min(len(rows), most)
+    return len(rows), HFDataset(source, split=own.split, subset=own.subset, limit_rows=limit, **settings)
+
+
+def data_problems(flow: CheckedFlow, dataset: Any, key: str) -> list[str]:
+    """What is wrong with a data set, of a large one with its first rows, for a flow that cannot run for other reasons."""
+    try:
+        prepare_data(flow, first_rows(flow.config, dataset, key)[1], key)
+    except ConfigError as error:
+        return error.violations
+    return []
+
+
 def _tokenized(
     flow: CheckedFlow, role: ReaderRole, rows: Rows, options: DataConfig, key: str
 ) -> PreparedData:

@@ -35,6 +35,16 @@ def tp_plan(hf: Any, tp: int) -> dict[str, str]:
 
     Raises ConfigError with all that stands against cutting this model into `tp`.
     """
+    plan, problems = read_plan(hf)
+    layers = problems + _indivisible(hf.config.get_text_config(), tp)
+    if layers:
+        kind = type(hf).__name__
+        raise ConfigError([f"parallelism.tp={tp} does not fit {kind}: {text}" for text in layers])
+    return plan
+
+
+def read_plan(hf: Any) -> tuple[dict[str, str], list[str]]:
+    """The plan of `tp_plan`, and what stands against cutting this model in any number."""
     text = hf.config.get_text_config()
     patterns = getattr(text, "base_model_tp_plan", None) or USUAL
     base = hf.base_model
@@ -57,11 +67,7 @@ def tp_plan(hf: Any, tp: int) -> dict[str, str]:
         elif style == PARTIAL and any(p.numel() != _head_dim(text) for p in parameters):
             problems.append(f"'{name}' is normalised over more than one head")
         plan[prefix + name] = style
-    layers = _without_numbers(problems) + _indivisible(text, tp)
-    if layers:
-        kind = type(hf).__name__
-        raise ConfigError([f"parallelism.tp={tp} does not fit {kind}: {text}" for text in layers])
-    return plan
+    return plan, _without_numbers(problems)
 
 
 def _indivisible(text: Any, tp: int) -> list[str]:

@@ -64,6 +64,11 @@ _BUILT_IN = (
         "fraction",
         "Prompts whose samples all got the same reward: they teach a group-normalised algorithm nothing.",
     ),
+    Metric(
+        "reward/repeated_fraction",
+        "fraction",
+        "Samples that are word for word another one of the step, prompt and response: the reward model scores them once.",
+    ),
     Metric("reward/overlong_penalty", "reward", "Mean length penalty taken off a response's reward."),
     Metric("reward/greedy_mean", "reward", "Mean reward of the greedy responses that remax compares with."),
     Metric(
@@ -177,6 +182,25 @@ _BUILT_IN = (
     Metric("data/epoch", "epochs", "Passes over the data set so far, with fraction."),
     Metric("data/prompts_dropped", "prompts", "Prompts over data.max_prompt_tokens that were dropped."),
     Metric("data/prompts_truncated", "prompts", "Prompts over data.max_prompt_tokens that were cut."),
+    Metric(
+        "cluster/controller_s", "s", "The controller's own work for the orders of the step, waiting left out."
+    ),
+    Metric(
+        "cluster/controller_bytes",
+        "bytes",
+        "Orders and replies of the step: rows never go through the controller.",
+    ),
+    Metric("cluster/rows_bytes", "bytes", "Rows that went from worker to worker in the step."),
+    Metric(
+        "sync/weights_s", "s", "Time of giving the rollout the actor's weights, where its layout is another."
+    ),
+    Metric("sync/weights_bytes", "bytes", "What that moved between ranks."),
+    Metric("sync/weights_minimum_bytes", "bytes", "The least that it could have moved."),
+    Metric(
+        "sync/weights_extra_bytes",
+        "bytes",
+        "Memory beyond the actor's weights that it took on the fullest rank.",
+    ),
     Metric("time/step_s", "s", "Wall-clock time of the whole step."),
     Metric("time/eval_s", "s", "Wall-clock time of the evaluation."),
     Metric("time/checkpoint_s", "s", "Wall-clock time of the checkpoint written after the step before."),

@@ -23,6 +23,7 @@ from headrace.roles.role import (
     load_scalar,
     loss_weights,
     make_engine,
+    not_here,
     optimizer_counts,
     optimizer_settings,
     update_batches,
@@ -52,13 +53,13 @@ class Critic(Role):
 
     def prepare(self, config: Config, *, total_updates: int, trains: bool, supervised: bool = False) -> None:
         if self._model is None:
-            c = self.model_config
+            c, path = self.model_config, self.source
             if self.start is not None:
                 self._model = critic_from(self.start.model, c.gradient_checkpointing)
             else:
                 device = resolve_device(self.device_name)
                 self._model = load_scalar(
-                    str(c.path),
+                    path,
                     self.mesh,
                     device,
                     key=self.key,
@@ -81,7 +82,7 @@ class Critic(Role):
     @property
     def engine(self) -> TorchEngine:
         if self._engine is None:
-            raise RuntimeError("critic: prepare() has not been called")
+            raise not_here(self)
         return self._engine
 
     @stage(reads=("input_ids", "response_mask"), writes=("values",))

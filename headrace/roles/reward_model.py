@@ -66,7 +66,7 @@ class RewardModel(ReaderRole):
 
     def _load(self, needs_head: bool) -> ScalarModel:
         c, device = self.model_config, resolve_device(self.device_name)
-        dtype, path = resolve_dtype(c.dtype, device), str(c.path)
+        dtype, path = resolve_dtype(c.dtype, device), self.source
         if (
             path.endswith(".gguf") and not needs_head and self.mesh is None
         ):  # transformers reads these files as language models only
@@ -88,8 +88,17 @@ class RewardModel(ReaderRole):
 
     @stage(reads=("input_ids", "response_mask"), writes=("reward_model_score",))
     def score(self, batch: Batch, context: StageContext) -> dict[str, Any]:
-        """float32 [R], from the hidden state at each row's last token."""
-        return {"reward_model_score": self.engine.outputs(batch).scores}
+        """float32 [R], from the hidden state at each row's last token; equal rows are scored once.
+
+        So equal responses have equal scores to the last bit, whatever they are packed with, and none of them looks better
+        than its like to an algorithm that divides by the spread.
+        """
+        first, same_as = equal_rows(batch)
+        if not context.evaluation:
+            context.metrics.add("reward/repeated_fraction", batch.num_rows - len(first), batch.num_rows)
+        once = batch if len(first) == batch.num_rows else batch.select(first)
+        scores = self.engine.outputs(once).scores  # None where another stage of a pipeline has them
+        return {"reward_model_score": None if scores is None else scores[same_as]}
 
     @stage(
         reads=PAIR_COLUMNS,
@@ -113,6 +122,20 @@ class RewardModel(ReaderRole):
     def save(self, path: str | Path, *, writes: bool = True) -> Path:
         """Writes the model and tokenizer as a Hugging Face sequence-classification folder."""
         return save_hf_folder(self.engine.model, Path(path), writes=writes)
+
+
+def equal_rows(batch: Batch) -> tuple[list[int], list[int]]:
+    """(the rows that are the first with their tokens, for every row the place of its like among those)."""
+    places: dict[bytes, int] = {}
+    first: list[int] = []
+    same_as: list[int] = []
+    for row in range(batch.num_rows):
+        tokens = batch.row_values("input_ids", row).cpu().numpy().tobytes()
+        if tokens not in places:
+            places[tokens] = len(first)
+            first.append(row)
+        same_as.append(places[tokens])
+    return first, same_as
 
 
 def drop_ambiguous_padding(model: ScalarModel) -> None:

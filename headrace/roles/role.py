@@ -5,6 +5,7 @@ A role is described first and loaded later, so that a flow can be checked before
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from headrace.algorithms.reduction import Reduction, reduction_counts, token_weights
 from headrace.checkpoint.fingerprint import weights_hash
 from headrace.config import Config, LoraConfig, ModelConfig
+from headrace.config_places import Place
 from headrace.data.batch import Batch
 from headrace.data.prompt_builder import use_chat_template
 from headrace.errors import ConfigError, RunError
@@ -37,6 +39,9 @@ class Role:
     key = "model.path"
     start: LanguageModelRole | None = None  # the role whose weights, as the run starts, this one begins with
     mesh: Mesh | None = None  # the processes that hold the model together; None: this one alone
+    place = Place()  # where it was described to be, as far as that was said
+    trained_at: Path | None = None  # the model that a run in other processes made of this one
+    is_away = False  # trained in other processes; this one never had those weights
 
     def __init__(self, model: ModelConfig, device: str = "auto") -> None:
         self.model_config = model
@@ -71,6 +76,26 @@ class Role:
         """What runs the model. Raises RuntimeError before `prepare`."""
         raise NotImplementedError
 
+    @property
+    def source(self) -> str:
+        """The path of the weights that it starts from: after a run in other processes, those of its model.
+
+        Raises RunError where such a run left no model.
+        """
+        if self.is_away and self.trained_at is None:
+            raise RunError(
+                f"{self.name}: it was trained in worker processes, and that run left no model; continue from a checkpoint"
+                " (run.resume=true) or keep run.save_final"
+            )
+        return str(self.trained_at or self.model_config.path)
+
+    def trained_away(self) -> None:
+        """Its weights change in other processes: what is here, or was saved before, is no longer the model."""
+        self.is_away, self.trained_at = True, None
+
+    def trained_here(self) -> None:
+        self.is_away, self.trained_at = False, None
+
     def state_dict(self) -> TrainingState:
         """What a checkpoint keeps of a trained role."""
         return self.engine.state_dict()
@@ -78,6 +103,14 @@ class Role:
     def load_state_dict(self, state: TrainingState) -> None:
         """Continues training where `state` was taken. Raises ConfigError when it is another model's."""
         self.engine.load_state_dict(state)
+
+
+def not_here(role: Role) -> Exception:
+    """Why a role has no engine."""
+    if role.is_away:
+        where = f"in {role.trained_at}" if role.trained_at is not None else "in the checkpoints of that run"
+        return RunError(f"{role.name}: it was trained in worker processes; its weights are {where}")
+    return RuntimeError(f"{role.name}: prepare() has not been called")
 
 
 class ReaderRole(Role):
@@ -109,7 +142,7 @@ class ReaderRole(Role):
     @property
     def engine(self) -> TorchEngine:
         if self._engine is None:
-            raise RuntimeError(f"{self.name}: prepare() has not been called")
+            raise not_here(self)
         return self._engine
 
 
@@ -131,6 +164,7 @@ class LanguageModelRole(ReaderRole):
         if self._model is None:
             c = self.model_config
             device = resolve_device(self.device_name)
+            path = self.source
             options: dict[str, Any] = {
                 "key": self.key,
                 "tokenizer": self.tokenizer,
@@ -139,9 +173,9 @@ class LanguageModelRole(ReaderRole):
                 "gradient_checkpointing": c.gradient_checkpointing,
             }
             if self.mesh is not None and self.mesh.parallelism.size > 1:
-                self._model = load_policy_onto_mesh(str(c.path), self.mesh, **options)
+                self._model = load_policy_onto_mesh(path, self.mesh, **options)
             else:
-                self._model = load_causal_lm(str(c.path), device=device, **options)
+                self._model = load_causal_lm(path, device=device, **options)
         return self._model
 
 

@@ -156,7 +156,14 @@ class RoleWorker:
         report = self._sync.run()
         if isinstance(self.role, Actor) and self.weights_from is not None:
             self.role.set_weight_version(version)
-        return Outcome(value={"bytes_moved": report.bytes_moved, "ms": report.ms})
+        return Outcome(
+            value={
+                "moved": report.bytes_moved,
+                "minimum": report.bytes_minimum,
+                "extra": report.peak_extra_bytes,
+                "seconds": report.ms / 1000,
+            }
+        )
 
     def free_weights(self) -> None:
         if self._sync is not None:

@@ -12,8 +12,9 @@ from headrace.config import Config
 from headrace.data.dataset import HFDataset
 from headrace.errors import ConfigError
 from headrace.flow.flow import CompiledFlow, Flow
+from headrace.flow.prepare import role_problems
 from headrace.flow.run import Evaluation, RunResult, run_evaluation
-from headrace.flow.source import source_problems
+from headrace.flow.source import data_problems, source_problems
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.trainers.recipes import Reward, evaluation_flow, policy_flow, sft_flow
@@ -44,7 +45,7 @@ def training_flow(
     config: Config, actor: Actor, reward: Reward, dataset: Any, held_out: Any = None
 ) -> tuple[CompiledFlow, Evaluation | None]:
     """The recipe's checked flow and its evaluation. Raises ConfigError with what is wrong with flow and data."""
-    flow = _compiled(policy_flow(config, actor, reward), dataset, held_out)
+    flow = compiled(policy_flow(config, actor, reward), dataset, held_out)
     evaluation = None
     if held_out is not None:
         scorer = next((role for role in flow.roles if isinstance(role, RewardModel)), None)
@@ -53,16 +54,27 @@ def training_flow(
     return flow, evaluation
 
 
-def _compiled(flow: Flow, dataset: Any, held_out: Any) -> CompiledFlow:
+def compiled(flow: Flow, dataset: Any, held_out: Any) -> CompiledFlow:
     """The checked flow. Raises ConfigError with what is wrong with it and with the data sets (None: no such one)."""
     try:
         return flow.compile()
     except ConfigError as error:
         problems = list(error.violations)
+        try:
+            alone: CompiledFlow | None = flow.without_cluster().compile()
+        except ConfigError:
+            alone = None
         for key, source in (("data", dataset), ("eval", held_out)):
-            if source is not None:
-                problems += source_problems(flow.config, source, key)
-        raise ConfigError(problems) from error
+            if source is None:
+                continue
+            problems += (
+                source_problems(flow.config, source, key)
+                if alone is None
+                else data_problems(alone, source, key)
+            )
+        if alone is not None:
+            problems += role_problems([alone])
+        raise ConfigError(list(dict.fromkeys(problems))) from error
 
 
 def run_train(config: Config) -> int:
@@ -83,10 +95,10 @@ def supervised_flow(
     """As `training_flow`, for sft; held-out data are left alone where nothing scores responses."""
     if not (config.reward.function or config.reward.model or config.agent.environment):
         held_out = None
-    flow = _compiled(sft_flow(config, actor), dataset, held_out)
+    flow = compiled(sft_flow(config, actor), dataset, held_out)
     evaluation = None
     if held_out is not None:
-        checked = _compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
+        checked = compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
         evaluation = Evaluation(checked, held_out, config.eval.every_steps)
     return flow, evaluation
 
@@ -96,7 +108,7 @@ def run_eval(config: Config) -> int:
     actor = Actor(config.model, config.run.device)
     held_out = held_out_of(config)
     dataset = dataset_of(config) if held_out is None else None
-    flow = _compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
+    flow = compiled(evaluation_flow(config, actor, config.reward.function), dataset, held_out)
     with contextlib.redirect_stdout(sys.stderr):  # what a reward function prints must not get into the JSON
         if held_out is not None:
             directory, metrics = run_evaluation(flow, held_out)

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 from headrace.config import Config
 from headrace.data.dataset import HFDataset
 from headrace.data.loader import Loader
+from headrace.data.prompts import PromptDataset
 from headrace.errors import ConfigError, DataError
+from headrace.flow.cluster import home_of
+from headrace.flow.cluster_plan import ClusterPlan, plan_cluster
 from headrace.flow.compile import CheckedFlow
-from headrace.flow.memory import Estimate, Load, Part, estimate_memory, load_of, tokens_at_once
+from headrace.flow.edges import RowLimits
+from headrace.flow.memory import estimate_memory, load_of
+from headrace.flow.memory_terms import Estimate, Load
 from headrace.flow.prepare import check_roles, prepare_both, refuse_own_inputs
 from headrace.flow.run import Evaluation, steps_of
-from headrace.flow.source import PreparedData, read_rows
+from headrace.flow.source import ROWS_READ, PreparedData, first_rows
 from headrace.models.weight_files import refuse_broken_weights
-from headrace.observe.report_facts import format_bytes
 from headrace.observe.run_dir import RunDirectory
 from headrace.roles.actor import Actor
 from headrace.trainers.launch import dataset_of, held_out_of, supervised_flow, training_flow
-from headrace.trainers.plan_resume import UNKNOWN, Continuation, check_continuation, planned_checkpoint
+from headrace.trainers.plan_resume import Continuation, check_continuation, planned_checkpoint
 from headrace.trainers.preference import PreferenceCommand, preference_flow
 
 PlannedCommand = Literal["train", "sft"] | PreferenceCommand
-
-ROWS_READ = 512  # of each data set; all of a large one take longer to tokenize than a plan should
 
 
 @dataclass
@@ -41,12 +43,18 @@ class Plan:
     steps_per_epoch: int
     steps: int
     load: Load
-    memory: Estimate
+    memory: Estimate | None
+    """Of a run on one device; that of others is in `cluster`."""
+    cluster: ClusterPlan | None = None
     resumed: Continuation | None = None
 
     @property
     def config(self) -> Config:
         return self.flow.config
+
+    @property
+    def device_kind(self) -> str | None:
+        return None if self.cluster is None else self.cluster.placement.device
 
     @property
     def updates(self) -> int:
@@ -125,210 +133,34 @@ def make_plan(config: Config, command: PlannedCommand = "train") -> Plan:
     per_epoch = max(1, usable // loader.rows_per_step)
     steps = config.train.steps or steps_of(config.train.epochs, per_epoch)
     resumed = None if checkpoint is None else check_continuation(checkpoint, flow, loader, steps)
+    memory, cluster = None, None
     load = load_of(flow, data, held)
-    memory = estimate_memory(flow, load)
-    refusal = memory.refusal()
-    if refusal is not None:
-        raise ConfigError(refusal)
-    return Plan(flow, evaluation, data, held, rows, held_rows, per_epoch, steps, load, memory, resumed)
+    if flow.placement.world == 1:
+        memory = estimate_memory(flow, load)
+        refusals = memory.refusals()
+    else:
+        load = load_of(flow, data, held, flow.placement.roles[home_of(flow).name].parallelism.dp)
+        cluster = plan_cluster(flow, partial(load_of, flow, data, held), _limits(flow, data))
+        refusals = cluster.memory.refusals()
+    if refusals:
+        raise ConfigError(refusals)
+    return Plan(
+        flow, evaluation, data, held, rows, held_rows, per_epoch, steps, load, memory, cluster, resumed
+    )
+
+
+def _limits(flow: CheckedFlow, data: PreparedData) -> RowLimits:
+    """The most there is of a training step's rows."""
+    longest = data.dataset.longest_tokens
+    if isinstance(data.dataset, PromptDataset):
+        c = flow.config
+        return RowLimits(c.train.prompts_per_step, c.samples_per_step, longest, c.rollout.max_new_tokens)
+    rows = data.rows_per_step * (2 if flow.paired else 1)
+    return RowLimits(rows, rows, 0, longest)
 
 
 def _first_rows(config: Config, dataset: HFDataset, key: str) -> tuple[int, HFDataset]:
-    """Rows of the whole data set, and the data set of its first rows; a function that makes rows is read whole."""
-    source = dataset.source
-    is_function = callable(source) or (isinstance(source, str) and ".py:" in source)
     try:
-        rows, own = read_rows(config, dataset, key)
+        return first_rows(config, dataset, key)
     except DataError:
         return 0, dataset  # reported with everything else that is wrong
-    if is_function or len(rows) <= ROWS_READ:
-        return len(rows), dataset
-    settings: dict[str, Any] = own.model_dump(
-        exclude_unset=True, exclude={"path", "limit_rows", "split", "subset"}
-    )
-    most = max(ROWS_READ, 2 * config.train.prompts_per_step, 2 * (config.train.samples_per_update or 0))
-    first = HFDataset(source, split=own.split, subset=own.subset, limit_rows=min(len(rows), most), **settings)
-    return len(rows), first
-
-
-def plan_text(plan: Plan) -> str:
-    """The plan for people."""
-    return "\n".join(line.rstrip() for part in _parts(plan) for line in [*part, ""])[:-1] + "\n"
-
-
-def _parts(plan: Plan) -> Iterator[list[str]]:
-    yield [f"{plan.flow.name} on {plan.memory.device}: {plan.config.model.path}"]
-    yield _titled("stages", _stages(plan))
-    yield _titled("data", [("training", _data_line(plan)), *_held_out(plan)])
-    yield _titled("batch", _batch(plan))
-    yield _titled("schedule", _schedule(plan))
-    if plan.resumed is not None:
-        yield _titled("resume", [("continues", plan.resumed.text), ("not checked", UNKNOWN)])
-    yield _titled("memory", _memory(plan))
-    verdict = plan.memory.warning()
-    yield [verdict or "Nothing was started and nothing was written."]
-
-
-def _titled(title: str, rows: list[tuple[str, str]]) -> list[str]:
-    width = max((len(name) for name, _ in rows), default=0)
-    return [title, *(f"  {name:<{width}}  {text}" for name, text in rows)]
-
-
-def _stages(plan: Plan) -> list[tuple[str, str]]:
-    rows = []
-    for stage in plan.flow.stages:
-        spec = stage.spec
-        what = "trains " + stage.role.name if spec.trains and stage.role is not None else ""
-        arrow = f"{', '.join(spec.reads) or '(the completion)'} → {', '.join(spec.writes) or 'new weights'}"
-        rows.append((stage.name, f"{arrow}{f'  [{what}]' if what else ''}"))
-    return rows
-
-
-def _data_line(plan: Plan) -> str:
-    d = plan.data.dataset
-    checked = "" if len(d.rows) == plan.rows else f"; the first {len(d.rows):,} were tokenized and checked"
-    lost = f", {d.dropped} dropped, {d.truncated} cut" if d.dropped or d.truncated else ""
-    return f"{plan.rows:,} rows of {d.name}{checked}{lost}; longest sequence {plan.load.longest:,} tokens"
-
-
-def _held_out(plan: Plan) -> list[tuple[str, str]]:
-    if plan.held_out is None:
-        return [("held out", "none (eval.path)")]
-    what = f"{plan.held_out_rows:,} rows of {plan.held_out.dataset.name}, evaluated {plan.evaluations} times"
-    if plan.flow.paired:
-        return [("held out", what)]
-    each = plan.held_out_rows * plan.config.eval.samples_per_prompt
-    tokens = each * plan.config.rollout.max_new_tokens
-    return [
-        (
-            "held out",
-            f"{what}: {each:,} responses each time, at most {tokens:,} tokens",
-        )
-    ]
-
-
-def _batch(plan: Plan) -> list[tuple[str, str]]:
-    c = plan.config
-    at_once = f"{tokens_at_once(c, plan.load):,} tokens at most in one forward and backward pass"
-    if not plan.flow.generates:
-        rows = plan.data.rows_per_step
-        update = f"{rows} pairs = {2 * rows} sequences" if plan.flow.paired else f"{rows} sequences"
-        return [("an update", update), ("micro-batch", at_once)]
-    per_update = c.train.samples_per_update or c.samples_per_step
-    samples = c.samples_per_step
-    most = samples * plan.load.longest
-    return [
-        (
-            "a step",
-            f"{c.train.prompts_per_step} prompts x {c.rollout.samples_per_prompt} samples = {samples} samples",
-        ),
-        (
-            "updates",
-            f"{_count(c.train.passes_per_step, 'pass', 'passes')} x"
-            f" {_count(samples // per_update, 'update', 'updates')} of {per_update} samples ="
-            f" {c.updates_per_step} a step",
-        ),
-        (
-            "tokens",
-            f"at most {most:,} a step, {samples * c.rollout.max_new_tokens:,} of them sampled",
-        ),
-        ("micro-batch", at_once),
-        ("generated", f"{plan.load.rows_at_once} sequences at the same time"),
-    ]
-
-
-def _count(number: int, one: str, several: str) -> str:
-    return f"{number:,} {one if number == 1 else several}"
-
-
-def _schedule(plan: Plan) -> list[tuple[str, str]]:
-    t = plan.config.train
-    about = "" if len(plan.data.dataset.rows) == plan.rows else "about "
-    epochs = plan.steps / plan.steps_per_epoch
-    rate = f"{t.schedule} {t.learning_rate:g}"
-    if t.warmup_updates:
-        rate += f" after a rise over {t.warmup_updates} updates"
-    if t.schedule != "constant":
-        rate += f", falling to {t.learning_rate * t.min_learning_rate_fraction:g}"
-    rest = f"; the actor rests for the first {plan.resting} steps" if plan.resting else ""
-    return [
-        ("steps", f"{plan.steps:,} ({about}{plan.steps_per_epoch:,} an epoch, so {epochs:.3g} epochs){rest}"),
-        ("updates", f"{plan.updates:,} of the {_learner(plan)}"),
-        ("learning rate", rate),
-    ]
-
-
-def _learner(plan: Plan) -> str:
-    """What the run is about: the actor, or the reward model where there is none."""
-    return next((r.name for r in plan.flow.roles if r.name == "actor"), "reward model")
-
-
-def _memory(plan: Plan) -> list[tuple[str, str]]:
-    e = plan.memory
-    rows = [(part.what, _size(part)) for part in e.always]
-    for name, parts in e.phases.items():
-        total = format_bytes(sum(p.bytes for p in parts))
-        rows.append((f"during {name}", f"{total:>10}{'   the largest phase' if name == e.phase else ''}"))
-        rows += [(f"  {part.what}", _size(part)) for part in parts]
-    rows += [(f"{name}", "   unknown: no config.json and weights to count") for name in e.unknown]
-    rows.append(
-        (
-            "at most",
-            f"{format_bytes(e.peak):>10}   of {format_bytes(e.total)}, {format_bytes(e.free)} free now",
-        )
-    )
-    return rows
-
-
-def _size(part: Part) -> str:
-    return f"{format_bytes(part.bytes):>10}"
-
-
-def plan_json(plan: Plan) -> dict[str, Any]:
-    """The plan for machines: the same numbers under names with their units."""
-    e = plan.memory
-    return {
-        "flow": plan.flow.name,
-        "stages": [
-            {
-                "name": s.name,
-                "reads": list(s.spec.reads),
-                "writes": list(s.spec.writes),
-                "trains": s.spec.trains,
-            }
-            for s in plan.flow.stages
-        ],
-        "rows": plan.rows,
-        "rows_checked": len(plan.data.dataset.rows),
-        "held_out_rows": plan.held_out_rows,
-        "steps_per_epoch": plan.steps_per_epoch,
-        "steps": plan.steps,
-        "updates": plan.updates,
-        "evaluations": plan.evaluations,
-        "resume": None
-        if plan.resumed is None
-        else {
-            "checkpoint": str(plan.resumed.checkpoint.path),
-            "step": plan.resumed.checkpoint.step,
-            "steps_left": plan.resumed.steps_left,
-        },
-        "longest_sequence_tokens": plan.load.longest,
-        "memory": {
-            "device": e.device,
-            "total_bytes": e.total,
-            "free_bytes": e.free,
-            "peak_bytes": e.peak,
-            "least_bytes": e.least_bytes,
-            "always": {part.what: part.bytes for part in e.always},
-            "phases": {name: {part.what: part.bytes for part in parts} for name, parts in e.phases.items()},
-            "unknown": e.unknown,
-        },
-    }
-
-
-def run_plan(config: Config, command: PlannedCommand, as_json: bool) -> str:
-    """What the command prints."""
-    import json
-
-    plan = make_plan(config, command)
-    return json.dumps(plan_json(plan), indent=2) + "\n" if as_json else plan_text(plan)

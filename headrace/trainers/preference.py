@@ -11,7 +11,7 @@ from headrace.flow.run import Evaluation
 from headrace.roles.preference_actor import PreferenceActor
 from headrace.roles.reference import Reference
 from headrace.roles.reward_model import RewardModel
-from headrace.trainers.launch import dataset_of, finish, held_out_of
+from headrace.trainers.launch import compiled, dataset_of, finish, held_out_of
 
 PreferenceCommand = Literal["reward-model", "dpo"]
 
@@ -59,7 +59,7 @@ def _run(config: Config, command: PreferenceCommand) -> int:
 def preference_flow(
     config: Config, command: PreferenceCommand, held_out: HFDataset | None
 ) -> tuple[CompiledFlow, Evaluation | None]:
-    """The checked flow of a command and its evaluation. Raises ConfigError with what is wrong with the flow."""
+    """The checked flow of a command and its evaluation. Raises ConfigError with what is wrong with flow and data."""
     if command == "dpo":
         actor = PreferenceActor(config.model, config.run.device)
         reference = dpo_reference(config, actor)
@@ -67,7 +67,7 @@ def preference_flow(
     else:
         model = RewardModel(config.model, config.run.device, key="model.path")
         training, measure = (reward_model_flow(config, model, evaluation=e) for e in (False, True))
-    evaluation = None
+    flow, evaluation = compiled(training, dataset_of(config), held_out), None
     if held_out is not None:
         evaluation = Evaluation(measure.compile(), held_out, config.eval.every_steps)
-    return training.compile(), evaluation
+    return flow, evaluation

@@ -33,11 +33,13 @@ def policy_flow(config: Config, actor: Actor, reward: Reward) -> Flow:
     advantage = advantage_stage(settings.advantage if settings.advantage in ADVANTAGES else "grpo")
     critic = make_critic(config, actor) if advantage.advantage.needs_critic else None
     rollout = flow.add_stage("rollout", actor.generate)
-    needed = [add_reward(flow, config, reward, rollout), *add_reference(flow, config, actor, rollout)]
+    needed = add_reference(flow, config, actor, rollout)
     if critic is not None:
         needed.append(flow.add_stage("values", critic.values, depends_on=rollout))
     if settings.kl_coefficient > 0 and settings.kl_placement == "reward":
         needed.append(flow.add_stage("logprobs", actor.logprobs, depends_on=rollout))
+    # after the others, which are under way while the reward waits for the reward model
+    needed.append(add_reward(flow, config, reward, rollout))
     scored = flow.add_stage("advantage", advantage, depends_on=needed)
     if critic is not None:
         flow.add_stage("critic", critic.update, depends_on=scored)

@@ -9,18 +9,21 @@ from headrace.agents.environment import MakeEnvironment, name_of
 from headrace.config import Config, ModelConfig, setting_violations, violations
 from headrace.config_aliases import apply_aliases
 from headrace.config_load import from_mapping, set_values
+from headrace.config_places import PLACE_NAMES, Place, cluster_settings, place_of, same_degrees
 from headrace.errors import ConfigError
 from headrace.flow.run import RunResult
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
 from headrace.roles.reference import Reference
+from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import Role
 from headrace.trainers.launch import dataset_of, held_out_of, train
 
-_ROLES: dict[str, type[Actor] | type[Reference] | type[Critic]] = {
+_ROLES: dict[str, type[Actor] | type[Reference] | type[Critic] | type[RewardModel]] = {
     "actor": Actor,
     "reference": Reference,
     "critic": Critic,
+    "reward_model": RewardModel,
 }
 
 
@@ -30,30 +33,47 @@ def get_hf_model(path: str, role: Literal["actor"] = "actor", **keywords: Any) -
 def get_hf_model(path: str, role: Literal["reference"], **keywords: Any) -> Reference: ...
 @overload
 def get_hf_model(path: str, role: Literal["critic"], **keywords: Any) -> Critic: ...
+@overload
+def get_hf_model(path: str, role: Literal["reward_model"], **keywords: Any) -> RewardModel: ...
 def get_hf_model(path: str, role: str = "actor", **keywords: Any) -> Role:
     """A model for a role of a flow, described now and loaded when the run starts.
 
-    `path` is a Hugging Face folder, hub id, .gguf file or adapter folder. `keywords` are keys of the `model` section, and
-    `parallel_config`, `device_map`, `gpu_group`, `device`. Raises ConfigError for anything else.
+    `path` is a Hugging Face folder, hub id, .gguf file or adapter folder. `keywords` are keys of the `model` section,
+    and where it is to run: `parallel_config` (degrees), `gpu_group` (a name), `device_map` or `device` (one device or
+    several, such as `cuda:0-3`). They count for what `cluster.layout` leaves open. Raises ConfigError for anything else.
     """
     if role not in _ROLES:
         raise ConfigError(f"get_hf_model: role '{role}' is none of {', '.join(_ROLES)}")
+    if "device" in keywords:
+        if "device_map" in keywords:
+            raise ConfigError("device: is another name of device_map; give one of them")
+        keywords["device_map"] = keywords.pop("device")
     model_keys = {k: v for k, v in keywords.items() if k in ModelConfig.model_fields}
-    others = {k: v for k, v in keywords.items() if k not in model_keys}
-    if "device" in others:
-        others["device_map"] = others.pop("device")
-    config = from_mapping(_merge(apply_aliases(others), {"model": {"path": path, **model_keys}}))
-    problems = setting_violations(config)
+    others = {k: v for k, v in keywords.items() if k not in model_keys and k not in PLACE_NAMES}
+    problems: list[str] = []
+    place, device, config = Place(), None, Config()
+    try:
+        place, device = place_of(keywords, role)
+    except ConfigError as error:
+        problems += error.violations
+    try:
+        config = from_mapping(_merge(apply_aliases(others), {"model": {"path": path, **model_keys}}))
+    except ConfigError as error:
+        problems += error.violations
+    problems += setting_violations(config)
     if problems:
         raise ConfigError(problems)
-    return _ROLES[role](config.model, config.run.device)
+    made = _ROLES[role](config.model, device or config.run.device)
+    made.place = place
+    return made
 
 
 class RLTrainer:
     """Trains `actor` with a reward function by a named algorithm.
 
-    Keywords are configuration keys, dotted or by the names tutorials use (see config_aliases.py), given here or
-    to `train`. `environment` (a class, see docs/agents.md) makes rollouts of several turns. Example:
+    Keywords are configuration keys, dotted or by the names tutorials use (see config_aliases.py), given here or to
+    `train`; `cluster` is a layout (`cluster="cpu_2"`) or the section. `environment` (a class, see docs/agents.md) makes
+    rollouts of several turns. Example:
 
         trainer = RLTrainer(actor=get_hf_model("Qwen/Qwen2.5-0.5B-Instruct"), reward_fn=score, algorithm="grpo")
         trainer.train(HFDataset("openai/gsm8k", split="train", subset="main"), rollout_batch_size=128)
@@ -74,7 +94,10 @@ class RLTrainer:
     ) -> None:
         if isinstance(config, Config):
             config = set_values(config)
-        self._base: dict[str, Any] = _merge(dict(config or {}), apply_aliases(keywords))
+        base = dict(config or {})
+        if (layout := cluster_settings(base.get("cluster"))) is not None:
+            base["cluster"] = layout
+        self._base: dict[str, Any] = _merge(base, apply_aliases(keywords))
         if algorithm is not None or "algorithm" not in self._base:
             self._base = _merge(self._base, {"algorithm": {"name": algorithm or self.algorithm}})
         self.actor = get_hf_model(actor) if isinstance(actor, str) else actor
@@ -88,6 +111,11 @@ class RLTrainer:
         if self.actor is not None:
             values = _merge(values, {"model": self.actor.model_config.model_dump(exclude_unset=True)})
             values = _merge({"run": {"device": self.actor.device_name}}, values)
+            own, general = self.actor.place.parallelism, values.get("cluster", {}).get("parallelism")
+            if own and general and not same_degrees(own, general):
+                raise ConfigError(
+                    f"parallel_config: the actor was described with {dict(own)}, and the trainer with {general}; give one"
+                )
         if self.environment is not None:
             values = _merge(values, {"agent": {"environment": name_of(self.environment)}})
         return from_mapping(values)

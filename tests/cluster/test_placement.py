@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.cluster.layouts import placement_of, resolve, template_for, templates
-from headrace.cluster.placement import ROLES, ModelSize, Parallelism, Placement, fit_violations
+from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_violations
 from headrace.config import ClusterConfig
+from headrace.config_places import ROLES
 from headrace.errors import ConfigError
 
 HOST = {"nodes": [{"name": "a", "count": 1, "gpus_per_node": 8}]}
@@ -210,21 +211,36 @@ def test_one_violation(layout: Any, options: Any, key: str, part: str) -> None:
 
 
 def test_models_and_batches_that_do_not_fit() -> None:
+    """tp has to divide attention heads, key/value heads and MLP columns: none are copied."""
     p = resolve(
         {
             "actor": {"gpu_group": "a", "parallelism": {"tp": 4, "pp": 3, "dp": 2}},
             "critic": {"gpu_group": "b", "parallelism": {"tp": 4}},
-        }
+        },
+        roles=("actor", "rollout", "critic"),
     )
-    sizes = {"actor": ModelSize(14, 2, 24), "critic": ModelSize(16, 2, 24)}
+    actor = ModelSize(14, 2, 24, 100)
+    sizes = {"actor": actor, "rollout": actor, "critic": ModelSize(16, 4, 24, 18)}
     found = fit_violations(p, sizes, {"actor": ("train.samples_per_update", 7)})
     assert found == [
         "cluster.layout.roles.actor.parallelism: tp 4 does not divide the model's 14 attention heads; use tp 2",
+        "cluster.layout.roles.actor.parallelism: tp 4 does not divide the model's 2 key/value heads; use tp 2",
         "train.samples_per_update: 7 rows cannot be shared evenly by the actor's 2 data-parallel ranks; use a"
         " multiple of 2",
+        "cluster.layout.roles.critic.parallelism: tp 4 does not divide the model's 18 MLP columns; use tp 2",
     ]
     (layers,) = fit_violations(p, {"actor": ModelSize(16, 4, 25)}, {})
     assert "pp 3 does not divide the model's 25 layers; use pp 1" in layers
+
+
+def test_a_parallelism_of_all_roles_is_told_of_once() -> None:
+    p = resolve(parallelism={"tp": 4, "zero3": 2}, roles=("actor", "rollout", "reference"))
+    size = ModelSize(4, 2, 2, 8, tp_problems=("no plan",), zero3_problems=("no layers",))
+    assert fit_violations(p, dict.fromkeys(p.roles, size), {}) == [
+        "cluster.parallelism: tp 4 does not divide the model's 2 key/value heads; use tp 2",
+        "cluster.parallelism: tp 4 cannot cut the model: no plan",
+        "cluster.parallelism: zero3 2 cannot cut the model: no layers",
+    ]
 
 
 def test_the_section_of_a_configuration() -> None:

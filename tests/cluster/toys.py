@@ -51,6 +51,9 @@ class Toy:
         )
         return Outcome(rows=made, parents=parents)
 
+    def stay(self, batch: Batch) -> None:
+        pass
+
     def text_length(self, batch: Batch) -> Any:
         return {"text_length": [len(t) for t in batch["text"]]}
 

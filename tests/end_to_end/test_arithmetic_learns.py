@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -78,3 +79,30 @@ def test_every_algorithm_raises_held_out_accuracy(warm_start: Path, name: str) -
     assert train(warm_start, "grpo", f"algorithm.name={name}", f"run.name=short-{name}", *short) == 0
     before, after = accuracies(warm_start / f"short-{name}")
     assert after - before >= 0.2
+
+
+def timeline(run: Path) -> dict[int, dict[str, tuple[float, float]]]:
+    """Step → stage → when it began and ended, in seconds of the step."""
+    out: dict[int, dict[str, tuple[float, float]]] = {}
+    for line in map(json.loads, (run / "timeline.jsonl").read_text().splitlines()):
+        out.setdefault(line["step"], {})[line["stage"]] = (line["begin_s"], line["end_s"])
+    return out
+
+
+@pytest.mark.learn
+@pytest.mark.parametrize(
+    ("recipe", "layout", "reached"), [("grpo", "cpu_2", 0.9), ("ppo", "cpu_4_split", 0.8)]
+)
+def test_they_learn_as_much_over_several_processes(
+    warm_start: Path, recipe: str, layout: str, reached: float
+) -> None:
+    """With four groups the critic, the reference and the actor work at the same time."""
+    assert train(warm_start, recipe, f"cluster={layout}", f"run.name={recipe}-{layout}") == 0
+    measured = accuracies(warm_start / f"{recipe}-{layout}")
+    assert measured[-1] - measured[0] >= 0.2
+    assert measured[-1] >= reached
+    if layout == "cpu_4_split":
+        steps = timeline(warm_start / f"{recipe}-{layout}").values()
+        pairs = [(s["values"], s["reference"]) for s in steps] + [(s["critic"], s["update"]) for s in steps]
+        overlapping = sum(a[0] < b[1] and b[0] < a[1] for a, b in pairs)
+        assert overlapping > len(pairs) / 2

@@ -11,7 +11,8 @@ from tiny_run import configuration, even, go
 
 from headrace.errors import ConfigError
 from headrace.flow import memory
-from headrace.flow.memory import Load, estimate_memory, layer_bytes, tokens_at_once
+from headrace.flow.memory import estimate_memory
+from headrace.flow.memory_terms import Estimate, Load, Part, layer_bytes, tokens_at_once
 from headrace.models.shape import ModelShape
 from headrace.observe.machine import Memory
 from headrace.roles.actor import Actor
@@ -23,13 +24,13 @@ LAYER = 128 * 32 * (4 + 2) * 2 + 3 * 128 * 512 + 2 * 128 + 2 * 32
 PARAMETERS = 2 * 14 * 128 + 2 * LAYER + 128
 
 
-def estimate(folder: Path, tmp_path: Path, load: Load = LOAD, **sections: dict[str, Any]) -> memory.Estimate:
+def estimate(folder: Path, tmp_path: Path, load: Load = LOAD, **sections: dict[str, Any]) -> Estimate:
     config = configuration(folder, tmp_path, sections)
     flow = policy_flow(config, Actor(config.model, config.run.device), even).compile()
     return estimate_memory(flow, load)
 
 
-def sizes(parts: list[memory.Part]) -> dict[str, int]:
+def sizes(parts: list[Part]) -> dict[str, int]:
     return {part.what: part.bytes for part in parts}
 
 

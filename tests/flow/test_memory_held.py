@@ -9,7 +9,8 @@ import pytest
 from tiny_run import Sections, configuration, even, go
 
 from headrace.errors import ConfigError
-from headrace.flow.memory import Estimate, Load, estimate_memory, load_of
+from headrace.flow.memory import estimate_memory, load_of
+from headrace.flow.memory_terms import Estimate, Load
 from headrace.flow.prepare import prepare_both
 from headrace.models.shape import read_shape
 from headrace.roles.actor import Actor

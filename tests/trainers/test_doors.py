@@ -210,11 +210,12 @@ def test_roles_are_described_not_loaded() -> None:
 @pytest.mark.parametrize(
     "keywords, part",
     [
-        ({"role": "judge"}, "role 'judge' is none of actor, reference, critic"),
+        ({"role": "judge"}, "role 'judge' is none of actor, reference, critic, reward_model"),
         ({"parallel_config": {"dp": 1, "ep": 2}}, "unknown degree ep"),
         ({"parallel_config": 2}, "parallel_config: expected degrees"),
-        ({"device_map": "cuda:0-3"}, "device_map: 'cuda:0-3'"),
+        ({"device_map": "cuda:0-"}, "device_map: 'cuda:0-'"),
         ({"device": "tpu"}, "device_map: 'tpu'"),
+        ({"device": "cpu", "device_map": "cpu"}, "device: is another name of device_map"),
         ({"dtpye": "float32"}, "dtpye"),
         ({"dtype": "float16"}, "model.dtype"),
     ],
