@@ -4,8 +4,8 @@
 
 The model, prompts and sizes of grpo_step_cpu.py; two copies of the run, with the same seed and so the same tokens, take
 turns step by step, the one that begins changing each time. Prints one JSON object: seconds a step (median and least of
-each side), the median of the pairs' ratios, and the overhead, that ratio less 1. CPU seconds are those of this process and
-the worker. RAY_worker_niceness=15 is what a run has.
+each side), the median of the pairs' ratios, and the overhead, that ratio less 1. CPU seconds are those of this process
+and the worker. RAY_worker_niceness=15 is what a run has.
 """
 
 from __future__ import annotations

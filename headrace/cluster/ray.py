@@ -45,6 +45,8 @@ GRACE_S = 3.0
 NOTICE_S = 10.0
 """After so long the wait for devices is worth a line."""
 HEARTBEAT_S = 5.0
+NODE_LOST_S = 25.0
+"""Longest wait for Ray to say that a node is gone whose ranks cannot be reached."""
 FROZEN_S = 30.0
 """A rank that does not answer for so long, though it only has to say where it is, counts as hung."""
 
@@ -322,6 +324,7 @@ class _Orders:
         self._waiting = dict(refs)
         self._replies: dict[int, bytes] = {}
         self._failures: dict[int, Failure] = {}
+        self._unreachable: set[int] = set()
         self._deadline = time.monotonic() + timeout_s
         self._pings: dict[int, Any] = {}
         self._answered: dict[int, float] = {}
@@ -349,6 +352,7 @@ class _Orders:
                 next_beat = now + HEARTBEAT_S
                 self._beat(now)
         if self._failures:
+            self._find_dead()
             if all(f.secondary for f in self._failures.values()) and self._waiting:
                 self._find_hung("did not take part while the others waited for it")
             raise self._error()
@@ -359,6 +363,10 @@ class _Orders:
 
         try:
             reply = ray.get(ref)
+        except ray.exceptions.ActorUnavailableError as error:
+            self._failures[rank] = Failure(rank, f"it cannot be reached ({_short(error)})", 0.5)
+            self._unreachable.add(rank)
+            return
         except ray.exceptions.RayError as error:
             self._failures[rank] = Failure(rank, f"its process died ({_short(error)})", 0.0)
             return
@@ -406,6 +414,40 @@ class _Orders:
         if all(f.secondary for f in self._failures.values()):
             for rank, cause in waiting.items():
                 self._failures[rank] = Failure(rank, cause, 2.0)
+
+    def _find_dead(self) -> None:
+        """Blames a rank that is gone, of these orders or not: others failed when they asked it for rows.
+
+        That it cannot be reached is known at once, why only when Ray has found its node gone.
+        """
+        import ray
+
+        deadline = time.monotonic() + NODE_LOST_S
+        if {rank for rank, failure in self._failures.items() if not failure.secondary} - self._unreachable:
+            return
+        asked = list(self._unreachable or self.executor._actors)
+        while asked:
+            refs = {
+                self.executor._actors[rank].where.options(concurrency_group="control").remote(): rank
+                for rank in asked
+            }
+            answered, silent = ray.wait(list(refs), num_returns=len(refs), timeout=5.0)
+            asked = [refs[ref] for ref in silent]
+            for ref in answered:
+                rank = refs[ref]
+                try:
+                    ray.get(ref)
+                except ray.exceptions.ActorUnavailableError as error:
+                    self._failures[rank] = Failure(rank, f"it cannot be reached ({_short(error)})", 0.5)
+                    asked.append(rank)
+                except ray.exceptions.RayError as error:
+                    self._failures[rank] = Failure(rank, f"its process died ({_short(error)})", 0.0)
+                    return
+            if time.monotonic() > deadline:
+                for ref in silent:
+                    self._failures[refs[ref]] = Failure(refs[ref], "it does not answer", 0.5)
+                return
+            time.sleep(0.5)
 
     def _error(self) -> WorkerError:
         cause = root_cause(self._failures)

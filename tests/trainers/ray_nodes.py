@@ -20,7 +20,7 @@ class Nodes:
     """The test's side."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """`count` nodes of one CPU each; Ray's own files go to `folder`, whose path must be short."""
+        """`count` nodes of one CPU each, and one without for the controllers; Ray's own files go to `folder`, whose path must be short."""
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             "RAY_AUTH_MODE": "disabled",
@@ -57,7 +57,7 @@ class Nodes:
         self._ask("kill", node)
 
     def state(self) -> dict[str, Any]:
-        """`nodes`: id → address of those alive; `free`: CPUs; `actors`: named ones; `groups`: placement groups."""
+        """`nodes`: id → address of those alive with a CPU; `free`: CPUs; `actors`: named ones; `groups`: placement groups."""
         found: dict[str, Any] = self._ask("state")
         return found
 
@@ -76,12 +76,12 @@ def main() -> None:
     nodes: dict[str, Any] = {}
     made = 0
 
-    def add(**more: Any) -> str:
+    def add(cpus: int = 1, **more: Any) -> str:
         nonlocal made
         made += 1
         # 127.0.0.1 is an address that Ray replaces by the host's own
         node = cluster.add_node(
-            num_cpus=1, node_ip_address=f"127.0.0.{made + 1}", object_store_memory=MEMORY, **more
+            num_cpus=cpus, node_ip_address=f"127.0.0.{made + 1}", object_store_memory=MEMORY, **more
         )
         nodes[node.node_id] = node
         return str(node.node_id)
@@ -106,7 +106,11 @@ def main() -> None:
     def state() -> dict[str, Any]:
         groups = ray.util.placement_group_table().values()
         return {
-            "nodes": {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]},
+            "nodes": {
+                n["NodeID"]: n["NodeManagerAddress"]
+                for n in ray.nodes()
+                if n["Alive"] and "CPU" in n["Resources"]
+            },
             "free": ray.available_resources().get("CPU", 0),
             "actors": ray.util.list_named_actors(all_namespaces=True),
             "groups": [g["state"] for g in groups if g["state"] != "REMOVED"],
@@ -120,9 +124,9 @@ def main() -> None:
         else:
             cluster.remove_node(gone, allow_graceful=False)
 
-    add(include_dashboard=False, _system_config=SYSTEM)
+    add(0, include_dashboard=False, _system_config=SYSTEM)
     ray.init(cluster.address, log_to_driver=False)
-    for _ in range(int(sys.argv[1]) - 1):
+    for _ in range(int(sys.argv[1])):
         add()
     commands = {"add": lambda *a: add_in_own_mounts(*a) if a else add(), "kill": kill, "state": state}
     print(json.dumps(cluster.address), file=answers, flush=True)
