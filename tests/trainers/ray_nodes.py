@@ -20,7 +20,7 @@ class Nodes:
     """The test's side."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """`count` nodes of one CPU each, and one without for the controllers; Ray's own files go to `folder`, whose path must be short."""
+        """`count` nodes of one CPU each, and one without for the controllers; `folder`, a short path, is for Ray."""
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RAY_")},
             "RAY_AUTH_MODE": "disabled",
@@ -57,7 +57,7 @@ class Nodes:
         self._ask("kill", node)
 
     def state(self) -> dict[str, Any]:
-        """`nodes`: id → address of those alive with a CPU; `free`: CPUs; `actors`: named ones; `groups`: placement groups."""
+        """`nodes`: id → address of those alive with a CPU; `free`: CPUs; `actors`: named; `groups`: of placement."""
         found: dict[str, Any] = self._ask("state")
         return found
 

@@ -154,7 +154,7 @@ def test_a_node_is_killed_in_the_middle_of_a_step(
         rf"stage '\w+' of flow 'ppo', step \d+ \(\w+\): rank {rank} \({group} 0, host \S+ \({where}\)\) failed: its"
         r" process died \(.*node.*\)",
         " ".join(output.split()),
-    )
+    ), output
     assert found[rank][1] not in nodes.state()["nodes"]
     assert left_behind(nodes) == []
     latest = (tmp_path / "r" / "checkpoints" / "latest").read_text().strip()
