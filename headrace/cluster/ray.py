@@ -432,6 +432,8 @@ class _Orders:
                 for rank in asked
             }
             answered, silent = ray.wait(list(refs), num_returns=len(refs), timeout=5.0)
+            # one of these orders that is silent hangs, which is found out next
+            silent = [ref for ref in silent if refs[ref] not in self._waiting.values()]
             asked = [refs[ref] for ref in silent]
             for ref in answered:
                 rank = refs[ref]
