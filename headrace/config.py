@@ -147,6 +147,14 @@ class RolloutConfig(Section):
     kv_cache_tokens: int | None = key(
         None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
     )
+    staleness: int = key(
+        0,
+        "0: a step's rollout has the weights after the step before; 1: it is made while that step trains, with the"
+        " weights from before it; needs rollouts on devices of their own, and algorithm.importance_weights",
+        "steps",
+        ge=0,
+        le=1,
+    )
 
 
 class RewardConfig(Section):

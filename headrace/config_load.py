@@ -370,7 +370,9 @@ def _validate(layered: Settings, command: Command | None, problems: list[str], m
             if name not in bad:
                 bad.add(name)
                 section, _, key = name.partition(".")
-                problems.append(_wrong_value(all_keys()[name], layered[section][key]))
+                own = detail["msg"].removeprefix("Value error, ") if detail["type"] == "value_error" else None
+                said = _wrong_value(all_keys()[name], layered[section][key])
+                problems.append(f"{name}: {own}" if own else said)
         config = Config.model_validate(_without(layered, bad))
     if command is not None:
         doubtful = bad | meant

@@ -268,6 +268,14 @@ def test_contradictions(overrides: list[str], key: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "degrees, said", [("{ep: 3}", "unknown degree ep"), ("{tp: 0}", "tp is 0; expected")]
+)
+def test_degrees_say_what_is_wrong_with_them(degrees: str, said: str) -> None:
+    (sentence,) = problems(*NEEDED, f"cluster.parallelism={degrees}", command="train")
+    assert sentence.startswith(f"cluster.parallelism: {said}")
+
+
+@pytest.mark.parametrize(
     "text, parts",
     [
         ("train:\n  steps: 1\n  steps: 2\n", ["line 3", "'steps' is given twice, first in line 2"]),

@@ -15,7 +15,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-_CODES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CODES = {
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+}
 
 
 def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:

@@ -239,7 +239,7 @@ class Worker:
             columns |= {name: have.columns[name] for name in names}
         if first is None:
             raise RunError("an order with rows named no columns")
-        return Shard(first.keys, first.lengths, self._on_device(columns))
+        return Shard(first.keys, first.lengths, columns)
 
     def _plan(self, given: Mapping[str, Any]) -> None:
         """Decides who gets which rows; the first worker of a group does so for all of it."""
@@ -302,12 +302,9 @@ class Worker:
         if whole is None:
             raise RunError("an order with rows named no columns")
         keys = np.sort(np.concatenate(places[0]))
-        shard = Shard(keys, whole.lengths.numpy(), self._on_device(columns))
+        shard = Shard(keys, whole.lengths.numpy(), columns)
         self._shards[given["moved"]] = shard
         return shard
-
-    def _on_device(self, columns: Mapping[str, Column]) -> dict[str, Column]:
-        return {n: c.to(self.site.device) if isinstance(c, Tensor) else c for n, c in columns.items()}
 
     def _ask(self, requests: Sequence[tuple[int, str, Message]]) -> list[Message]:
         """Answers of other workers, and of this one without going out."""

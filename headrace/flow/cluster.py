@@ -99,11 +99,12 @@ class ClusterRuntime(Runtime):
         self.executor.move_logs(folder)
 
     def put(self, batch: Batch) -> Rows:
-        """Prompts get the number of their group, since each worker sees only some of them."""
+        """Prompts get the number of their group, since each worker sees only some of them; rows have it already."""
         plain = {name: _plain(column) for name, column in batch.rows.items()}
         if "prompt_ids" in plain:
             plain[GROUP] = torch.arange(batch.num_rows)
-        return self._home.put(Batch(batch.lengths, batch.tokens, plain))
+        together = GROUP if GROUP in batch else None
+        return self._home.put(Batch(batch.lengths, batch.tokens, plain), together)
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         given = _handle(rows)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 
 from headrace.data.loader import Loader
+from headrace.flow.ahead import Ahead
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.execute import execute
 from headrace.flow.interrupt import InterruptGuard
@@ -28,13 +29,19 @@ def run_step(
     context: StageContext,
     progress: Progress,
     guard: InterruptGuard,
+    ahead: Ahead | None = None,
 ) -> Rows:
     """Draws the step's prompts and runs every stage over them; returns the rows with all columns.
+
+    With `ahead` the step goes on with the rows that are made already, while those of the next one are being made.
 
     With `algorithm.filter_groups` the stages up to the reward run again on more prompts until `prompts_per_step`
     groups have rewards that differ, at most MAX_REFILLS times; groups too many are dropped in order. A step without
     any such group is skipped: the other stages do not run, and the rows drawn first are returned.
     """
+    if ahead is not None:
+        rows = ahead.take(context, progress, guard)
+        return execute(runtime, ahead.rest, rows, context, progress, guard)
     if not flow.filters_groups:
         return execute(runtime, flow, runtime.put(loader.next()), context, progress, guard)
     head, rest = flow.cut_after("reward")

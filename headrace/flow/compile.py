@@ -22,6 +22,7 @@ from headrace.config_load import from_mapping, set_values
 from headrace.config_places import cluster_settings
 from headrace.errors import ConfigError
 from headrace.flow.graph import Graph, Stage
+from headrace.flow.staleness import staleness_violations
 from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
 from headrace.roles.role import ReaderRole, Role
@@ -92,6 +93,19 @@ class CheckedFlow:
             replace(self, stages=tuple(s for s in self.stages if s.name not in first)),
         )
 
+    @property
+    def works_ahead(self) -> bool:
+        """True for a flow whose rollout is made a step ahead (rollout.staleness)."""
+        learns = any(s.spec.trains and not s.spec.supervised for s in self.stages)
+        return learns and self.generates and self.config.rollout.staleness > 0
+
+    def cut_after_rollout(self) -> tuple[CheckedFlow, CheckedFlow]:
+        """(the stages that make rows, the other stages)."""
+        return (
+            replace(self, stages=tuple(s for s in self.stages if s.spec.makes_rows)),
+            replace(self, stages=tuple(s for s in self.stages if not s.spec.makes_rows)),
+        )
+
     def check_data(self, columns: set[str]) -> list[str]:
         """Violations of what stages ask of the data set's own columns."""
         available = set(columns) | DATA_COLUMNS
@@ -119,12 +133,15 @@ def examine_graph(flow: Graph, cluster: Any = None) -> tuple[CheckedFlow, list[s
         problems += _column_violations(ordered, set(flow.data_columns), config)
     problems += setting_violations(config)
     problems += _environment_violations(flow, config)
-    if any(s.spec.trains and not s.spec.supervised for s in flow.stages):
+    learns = any(s.spec.trains and not s.spec.supervised for s in flow.stages)
+    if learns:
         problems += algorithm_problems(config.algorithm)
         problems += step_violations(config, grouped=any(f.advantage.grouped for f in _advantages(flow)))
         problems += _penalty_violations(flow, config)
         problems += _filter_violations(ordered, config)
     placement = _placement(flow, config, problems)
+    if learns:
+        problems += staleness_violations(ordered, config, placement)
     stages = tuple(ordered or flow.stages)
     return CheckedFlow(flow.name, config, stages, flow.data_columns, placement), problems
 

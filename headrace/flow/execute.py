@@ -37,27 +37,12 @@ def execute(
     """
     training = False
     above = ancestors(flow.stages)
-    running: dict[str, _Running] = {}
+    running: dict[str, Running] = {}
     for stage in flow.stages:
         for name in [n for n in running if n in above[stage.name]]:
             rows = running.pop(name).finish(rows)
-        if not training:
-            guard.check()
+        now = begin(runtime, flow, stage, rows, context, progress, None if training else guard, label, share)
         training = training or stage.spec.trains
-        shown = label or stage.name
-
-        def report(
-            fraction: float, shown: str = shown, safe: bool = stage.spec.makes_rows and not training
-        ) -> None:
-            if safe:  # a rollout may be dropped half-way; an update may not
-                guard.check()
-            progress.stage(shown, (share[0] + fraction) / share[1])
-
-        context.on_progress = report
-        if label is None:
-            progress.stage(shown, None)
-        now = _Running(flow, stage, context, timed=label is None)
-        now.begin(runtime, rows)
         if runtime.in_turn:
             rows = now.finish(rows)
         else:
@@ -67,7 +52,37 @@ def execute(
     return rows
 
 
-class _Running:
+def begin(
+    runtime: Runtime,
+    flow: CheckedFlow,
+    stage: Stage,
+    rows: Rows,
+    context: StageContext,
+    progress: Progress,
+    guard: InterruptGuard | None,
+    label: str | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> Running:
+    """Begins one stage; see `execute`. `guard` is None once a request to stop is no longer heeded."""
+    if guard is not None:
+        guard.check()
+    shown = label or stage.name
+    stoppable = stage.spec.makes_rows and not stage.spec.trains
+
+    def report(fraction: float) -> None:
+        if guard is not None and stoppable:  # a rollout may be dropped half-way; an update may not
+            guard.check()
+        progress.stage(shown, (share[0] + fraction) / share[1])
+
+    context.on_progress = report
+    if label is None:
+        progress.stage(shown, None)
+    running = Running(flow, stage, context, timed=label is None)
+    running.begin(runtime, rows)
+    return running
+
+
+class Running:
     """One stage of one step, from its start to its columns."""
 
     def __init__(self, flow: CheckedFlow, stage: Stage, context: StageContext, timed: bool) -> None:

@@ -22,6 +22,7 @@ from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
 from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.flow.ahead import Ahead
 from headrace.flow.cluster import open_runtime
 from headrace.flow.collect import run_step
 from headrace.flow.compile import CheckedFlow
@@ -93,7 +94,8 @@ def run_flow(flow: CheckedFlow, dataset: Any, steps: int | None, evaluation: Eva
             refuse_own_inputs(config)
         refuse_what_cannot_fit(flow, data, held_out)
         runtime = open_runtime(flow.placement, config, directory if r.resume else None, held)
-        state = RunState(flow, loader, total, runtime)
+        ahead = Ahead(runtime, flow, loader) if flow.works_ahead else None
+        state = RunState(flow, loader, total, runtime, ahead)
         if checkpoint is not None:
             state.check(checkpoint)
         seed_all(r.seed)
@@ -143,6 +145,7 @@ class _Run:
         self.flow, self.loader, self.data = flow, loader, data
         self.total_steps, self.directory = total_steps, directory
         self.evaluation, self.held_out = evaluation, held_out
+        self.ahead, self.began = state.ahead, 0.0
         self.keeper = Keeper(flow.config, directory, state, total_steps, checkpoint)
         self.result = RunResult(directory.path, 0, {})
         self.kl = KLController(flow.config.algorithm.kl_coefficient, flow.config.algorithm.kl_target)
@@ -197,7 +200,7 @@ class _Run:
     def _step(self, step: int, log: RunLogger, progress: Progress, guard: InterruptGuard) -> None:
         started, now = time.perf_counter(), time.time()
         context = StageContext(self.config, step, self.total_steps, MetricSums(), kl=self.kl)
-        rows = run_step(self.runtime, self.flow, self.loader, context, progress, guard)
+        rows = run_step(self.runtime, self.flow, self.loader, context, progress, guard, self.ahead)
         adapt_kl(context)
         position = self.loader.state_dict()
         epochs = position["epoch"] + position["step"] / self.loader.steps_per_epoch
@@ -213,7 +216,10 @@ class _Run:
             m.add("time/checkpoint_s", self.keeper.written_s)
             self.keeper.written_s = None
         _memory_metrics(m)
+        if self.ahead is not None and self.began:
+            log.log_times(step - 1, self.ahead.late, self.began)
         log.log_times(step, context.times, now)
+        self.began = now
         if self.flow.generates:
             log.log_samples(step, StepSamples(self.runtime, rows))
         self._conclude(step, m.means(), log, progress, guard)
@@ -264,6 +270,8 @@ class _Run:
     ) -> dict[str, float]:
         if self.evaluation is None or self.held_out is None:
             return {}
+        if self.ahead is not None:
+            self.ahead.wait()
         metrics, samples = evaluate(self.runtime, self.evaluation.flow, self.held_out, step, progress, guard)
         log.log_evaluation_samples(step, samples)
         self.result.evaluations[step] = metrics

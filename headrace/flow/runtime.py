@@ -55,7 +55,7 @@ class Runtime(Protocol):
         """Has the logs of the workers, where there are any, in `folder` of the run directory."""
 
     def put(self, batch: Batch) -> Rows:
-        """Rows of a data set, given to where they are worked on."""
+        """Rows of a data set, or rows of a step that were fetched, given to where they are worked on."""
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started: ...
 

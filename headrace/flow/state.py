@@ -10,22 +10,27 @@ import inspect
 import json
 import logging
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from headrace.checkpoint.files import write_tensors
 from headrace.checkpoint.fingerprint import change, refused_changes, run_fingerprint
 from headrace.checkpoint.resume import Checkpoint, require_members
 from headrace.checkpoint.rng import load_rng_state, rng_state
 from headrace.checkpoint.save import CheckpointStore
 from headrace.data.fingerprint import data_fingerprint
 from headrace.data.loader import Loader
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.flow.ahead import FILE, Ahead, StepRollout, position_before
 from headrace.flow.compile import CheckedFlow
-from headrace.flow.runtime import Runtime, named_roles
+from headrace.flow.runtime import Runtime, Writer, named_roles
+from headrace.observe.metrics import MetricSums
 from headrace.rewards.stage import RewardStage
 from headrace.roles.role import Role
+from headrace.stages import StageContext
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +52,16 @@ class Stateful(Protocol):
 class RunState:
     """The state of one run, between its flow and its checkpoints."""
 
-    def __init__(self, flow: CheckedFlow, loader: Loader, total_steps: int, runtime: Runtime) -> None:
-        self.flow, self.loader, self.runtime = flow, loader, runtime
+    def __init__(
+        self,
+        flow: CheckedFlow,
+        loader: Loader,
+        total_steps: int,
+        runtime: Runtime,
+        ahead: Ahead | None = None,
+    ) -> None:
+        self.flow, self.loader, self.runtime, self.ahead = flow, loader, runtime, ahead
+        self.total_steps = total_steps
         self._things: dict[str, Stateful] = {}
         stages = " → ".join(stage.name for stage in flow.stages)
         self._fingerprint = run_fingerprint(
@@ -56,6 +69,7 @@ class RunState:
         )
         self._weights: dict[str, dict[str, Any]] = {}
         self._mark: dict[str, Any] = {}
+        self._mark_rollout: StepRollout | None = None
         self._mark_numbers: dict[str, dict[str, Any]] = {}
         self._saved: dict[str, Any] | None = None
         self._restored = False
@@ -118,9 +132,22 @@ class RunState:
         self._saved_things = saved["things"]
         for name in self._things:
             self._restore_thing(name, saved["things"])
-        self._restore_position(saved["loader"])
+        position = saved["loader"]
+        if f"{FILE}.safetensors" in saved["sizes"]:
+            position = self._restore_rollout(checkpoint, position)
+        self._restore_position(position)
         load_rng_state(saved["rng"])
         self._restored = True
+
+    def _restore_rollout(self, checkpoint: Checkpoint, position: dict[str, Any]) -> dict[str, Any]:
+        """Takes up the rows that were made ahead, where nothing has changed. Returns where the data are read on."""
+        with checkpoint.tensors(FILE) as tensors:
+            if self.ahead is None or self.flow.config.checkpoint.allow_changed:
+                logger.info("the rows that were made ahead are made anew")
+                return position_before(tensors)
+            context = StageContext(self.flow.config, checkpoint.step + 1, self.total_steps, MetricSums())
+            self.ahead.restore(tensors, context)
+        return position
 
     def _restore_thing(self, name: str, saved: dict[str, dict[str, Any]]) -> None:
         if name in saved:
@@ -151,6 +178,7 @@ class RunState:
             "rng": rng_state(),
             **results,
         }
+        self._mark_rollout = None if self.ahead is None else self.ahead.next
         self._mark_numbers = self.runtime.numbers()
         if self._restored:  # what was just read need not be written again
             self._saved, self._restored = self._mark, False
@@ -176,9 +204,25 @@ class RunState:
             "frozen": {n: w["frozen"] for n, w in self._weights.items() if w["frozen"] is not None},
             "fingerprint": self._fingerprint,
         }
-        path = store.write(self._mark["step"], state, self.runtime.writers(), best)
+        writers = {**self.runtime.writers(), **self._rollout_writer(state)}
+        path = store.write(self._mark["step"], state, writers, best)
         self._saved = self._mark
         return path
+
+    def _rollout_writer(self, state: dict[str, Any]) -> dict[str, Writer]:
+        """What writes the rows of the next step, where they are made ahead.
+
+        Where making them failed, they are made again by the run that goes on, and `state` is as before their prompts.
+        """
+        rollout = self._mark_rollout
+        if self.ahead is None or rollout is None:
+            return {}
+        try:
+            rollout.rows()
+        except HeadraceError:
+            state["loader"] = rollout.position
+            return {}
+        return {FILE: partial(write_tensors, tensors=self.ahead.saved(rollout))}
 
 
 def _behind(function: Any) -> Any:

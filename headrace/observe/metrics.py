@@ -83,6 +83,11 @@ _BUILT_IN = (
     Metric("rollout/tokens_per_s", "tokens/s", "Response tokens generated per second of the rollout stage."),
     Metric("rollout/samples", "samples", "Responses generated in the step."),
     Metric("rollout/tokens", "tokens", "Response tokens generated in the step."),
+    Metric(
+        "rollout/weight_lag_updates",
+        "updates",
+        "Updates of the actor between the weights that generated a sample and those that learn from it.",
+    ),
     Metric("rollout/refills", "draws", "Times more prompts were drawn to replace filtered ones."),
     Metric("agent/turns_mean", "turns", "Responses of the model in an episode."),
     Metric("agent/environment_tokens_mean", "tokens", "Tokens that the environment wrote in an episode."),

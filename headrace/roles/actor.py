@@ -138,6 +138,7 @@ class Actor(LanguageModelRole):
             "completion_ids",
             "finish_reason",
             "num_tokens",
+            "weight_version",
         ),
         sections=("rollout", "agent"),
         makes_rows=True,
@@ -156,7 +157,7 @@ class Actor(LanguageModelRole):
             seed_of = partial(sample_seed, context.config.run.seed, step)
             rows = self._agent.generate(self._rollout, batch, n, sampling, seed_of, context)
             _rollout_metrics(rows, batch["prompt_ids"], time.perf_counter() - started, context)
-            return rows
+            return _versioned(rows, self._rollout)
         prompt_ids, identities = batch["prompt_ids"], batch["prompt_id"].tolist()
         requests = [
             Request(tuple(ids), tuple(sample_seed(context.config.run.seed, step, who, i) for i in range(n)))
@@ -170,8 +171,9 @@ class Actor(LanguageModelRole):
         rows = self._assemble(batch, completions, n, truncates=sampling.truncates)
         _rollout_metrics(rows, prompt_ids, elapsed, context)
         if context.evaluation or not find_advantage(context.config.algorithm.advantage).needs_greedy_baseline:
-            return rows
-        return Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling)])
+            return _versioned(rows, self._rollout)
+        rows = Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling)])
+        return _versioned(rows, self._rollout)
 
     def _greedy_rows(self, prompts: Batch, rollout: NativeEngine, sampling: SamplingParams) -> Batch:
         """One greedy response per prompt, in its prompt's group: something to compare rewards with, not a sample.
@@ -234,16 +236,26 @@ class Actor(LanguageModelRole):
 
     @stage(
         reads=("input_ids", "response_mask", "rollout_logprobs", "advantages"),
-        optional=("loss_mask", "logprobs", "reference_logprobs", "values", *ROLLOUT_LOGPROBS[1:]),
+        optional=(
+            "loss_mask",
+            "logprobs",
+            "reference_logprobs",
+            "values",
+            "weight_version",
+            *ROLLOUT_LOGPROBS[1:],
+        ),
         sections=("train", "algorithm"),
         trains=True,
     )
     def update(self, batch: Batch, context: StageContext) -> None:
         """One or more optimizer updates on the step's samples (train.samples_per_update, train.passes_per_step)."""
         config = context.config
+        before = optimizer_counts(self.engine)
+        if "weight_version" in batch:
+            lag = before[0] - batch["weight_version"]
+            context.metrics.add("rollout/weight_lag_updates", lag.sum(), len(lag))
         if "values" in batch and context.step <= config.critic.warmup_steps:
             return  # the critic learns alone first
-        before = optimizer_counts(self.engine)
         batch = with_loss_mask(batch)
         updates = update_batches(batch, context)
         if len(updates) > 1 and "logprobs" not in batch:
@@ -301,6 +313,11 @@ def sampling_params(config: Config, evaluation: bool) -> tuple[SamplingParams, i
         return replace(plain, temperature=config.eval.temperature), config.eval.samples_per_prompt
     sampled = replace(plain, temperature=r.temperature, top_k=r.top_k, top_p=r.top_p, min_p=r.min_p)
     return sampled, r.samples_per_prompt
+
+
+def _versioned(rows: Batch, rollout: NativeEngine) -> Batch:
+    """With the number of updates that the weights had, the same for all tokens of a row."""
+    return rows.with_columns({"weight_version": torch.full((rows.num_rows,), rollout.weight_version)})
 
 
 def with_loss_mask(batch: Batch) -> Batch:

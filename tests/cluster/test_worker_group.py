@@ -210,3 +210,15 @@ def test_columns_over_other_rows_do_not_merge() -> None:
     _, (a,) = cluster(actor={"dp": 1})
     with pytest.raises(RunError, match="over different rows"):
         a.put(rows([1])).merged(a.put(rows([1])), ["row"])
+
+
+def test_rows_lie_on_the_cpu_whatever_the_worker_computes_on() -> None:
+    """Functions of a flow work on them there; an engine takes its micro-batches to the device itself."""
+    executor = InProcess(resolve("cpu_2"), device="meta")
+    group = WorkerGroup(executor, "actor")
+    group.create(TOY)
+    given = group.put(rows([3, 1, 4, 2]))
+    assert group.call("devices", given).values == (["cpu"], ["cpu"])
+    moved = group.call("repeat", given).handle
+    assert moved is not None
+    assert group.call("devices", moved).values == (["cpu"], ["cpu"])

@@ -30,6 +30,11 @@ class Toy:
         sums = torch.zeros(batch.num_rows, dtype=torch.float64).index_add(0, batch.row_ids(), ids)
         return {"scaled": ids * self.factor, "sum": sums}
 
+    def devices(self, batch: Batch) -> Outcome:
+        """Where the columns lie."""
+        tensors = [*batch.tokens.values(), *(c for c in batch.rows.values() if isinstance(c, torch.Tensor))]
+        return Outcome(value=sorted({str(tensor.device) for tensor in tensors}))
+
     def seen(self, batch: Batch) -> Outcome:
         """The rows this rank got, to the controller."""
         return Outcome(
