@@ -1,35 +1,48 @@
-"""Which ranks go to one host of a Ray cluster together: as the layout says, or, where it names no hosts, as they fit."""
+"""What of a Ray cluster a placement asks for: the devices of a described host together, of others one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from headrace.cluster.placement import Placement
-from headrace.errors import ConfigError
 
 
-def bundle_of_ranks(placement: Placement, capacities: Sequence[int], kind: str) -> list[int]:
-    """For each global rank the number of its bundle, from 0; a bundle is on one host.
+def shares_of_hosts(placement: Placement) -> list[int]:
+    """Devices of each bundle that Ray is to keep together on a node: a host's, or one where no hosts were described."""
+    if not placement.hosts_named:
+        return [1] * placement.world
+    hosts = [seat.host for seat in placement.seats]
+    return [hosts.count(host) for host in sorted(set(hosts))]
 
-    `capacities`: devices of each host of the Ray cluster; `kind` is what they are called. Ranks fill hosts in their
-    order, largest host first, so that neighbours stay neighbours. Raises ConfigError for hosts that are not there.
+
+def by_node(placement: Placement, nodes: Mapping[int, str]) -> list[int]:
+    """For each rank its bundle. `nodes`: bundle → id of the node where it landed.
+
+    Without described hosts, devices with numbers beside each other, which talk most, get bundles of the same node.
     """
-    free = sorted((n for n in capacities if n > 0), reverse=True)
     if placement.hosts_named:
-        numbers = {host: i for i, host in enumerate(sorted({seat.host for seat in placement.seats}))}
-        out = [numbers[seat.host] for seat in placement.seats]
-        needed = sorted((out.count(i) for i in range(len(numbers))), reverse=True)
-        left = list(free)
-        for size in needed:
-            place = next((i for i, n in enumerate(left) if n >= size), None)
-            if place is None:
-                raise ConfigError(
-                    f"cluster.layout.nodes: hosts with {', '.join(map(str, needed))} {kind}s are asked for; those of the"
-                    f" Ray cluster have {', '.join(map(str, free)) or 'none'}"
-                )
-            left[place] -= size
-        return out
-    by_device = sorted(range(placement.world), key=lambda rank: placement.seats[rank].device)
-    filled = [host for host, n in enumerate(free) for _ in range(n)]
-    place_of = dict(zip(by_device, filled, strict=False))
-    return [place_of[rank] for rank in range(placement.world)]
+        used = sorted({seat.host for seat in placement.seats})
+        return [used.index(seat.host) for seat in placement.seats]
+    count = Counter(nodes[i] for i in range(placement.world))
+    bundles = sorted(range(placement.world), key=lambda i: (-count[nodes[i]], nodes[i], i))
+    ranks = sorted(range(placement.world), key=lambda rank: placement.seats[rank].device)
+    bundle_of = dict(zip(ranks, bundles, strict=True))
+    return [bundle_of[rank] for rank in range(placement.world)]
+
+
+def nodes_violations(placement: Placement, resource: str, nodes: Sequence[int], joined: bool) -> list[str]:
+    """What a cluster is short of. `nodes`: how many of the resource each node has, used or not."""
+    have = f"the Ray cluster has {sum(nodes)} on {len(nodes)} node(s)"
+    if sum(nodes) < placement.world:
+        return [f"cluster.layout: needs {placement.world} {resource}s; {have}"]
+    if not joined or not placement.hosts_named:
+        return []
+    wanted = sorted(shares_of_hosts(placement), reverse=True)
+    largest = sorted(nodes, reverse=True)[: len(wanted)]
+    if len(largest) == len(wanted) and all(n <= m for n, m in zip(wanted, largest, strict=True)):
+        return []
+    return [
+        f"cluster.layout.nodes: describe hosts of which {', '.join(map(str, wanted))} {resource}s are used, each to be a"
+        f" node; the Ray cluster's nodes have {', '.join(map(str, sorted(nodes, reverse=True)))}"
+    ]

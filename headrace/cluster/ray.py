@@ -6,56 +6,43 @@ Ray starts the processes, carries orders, and rows from rank to rank; torch.dist
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import importlib.util
 import logging
 import os
-import re
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace.cluster.bundles import bundle_of_ranks
-from headrace.cluster.faults import Failure, root_cause
+from headrace.cluster.bundles import by_node, nodes_violations, shares_of_hosts
+from headrace.cluster.faults import Failure
 from headrace.cluster.placement import Placement
+from headrace.cluster.ray_cluster import (
+    allowed_environment,
+    join_in_time,
+    object_store_bytes,
+    one_start_at_a_time,
+    private_environment,
+    require_answer,
+)
+from headrace.cluster.ray_orders import RayOrders, one_sentence
 from headrace.cluster.ray_rank import RankProcess, actor_name, from_wire, to_wire
 from headrace.cluster.sweeper import Sweeper
-from headrace.cluster.wire import Message, plain_bytes, plain_value
+from headrace.cluster.wire import Message, plain_bytes
 from headrace.cluster.workers import Executor, Pending
-from headrace.errors import ConfigError, HeadraceError, MissingExtraError, RunError, WorkerError
+from headrace.errors import ConfigError, MissingExtraError, RunError, WorkerError
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 START_S = 120.0
 """Longest wait for the processes of all ranks to be there."""
-GRACE_S = 3.0
-"""After a first failure: how long the others have to say that they were the cause."""
-HEARTBEAT_S = 5.0
-FROZEN_S = 30.0
-"""A rank that does not answer for so long, though it only has to say where it is, counts as hung."""
-
-PASSED_ON = re.compile(
-    r"PYTHONPATH|OMP_NUM_THREADS|MKL_NUM_THREADS|TOKENIZERS_PARALLELISM|HF_\w+|TRANSFORMERS_\w+|HEADRACE_\w+"
-    r"|NCCL_\w+|NVSHMEM_\w+|GLOO_\w+|TORCH_\w+|TORCHINDUCTOR_\w+|PYTORCH_\w+|TRITON_\w+|CUDA_\w+"
-)
-"""Variables of the controller's environment that the ranks get. Nothing else of it reaches them."""
-SYSTEM = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|PYTHON\w*|RAY_\w+|__\w+|XDG_\w+"
-    r"|SSL_CERT_\w+|no_proxy|NO_PROXY|https?_proxy|HTTPS?_PROXY|NVIDIA_\w+|KMP_\w+"
-)
-"""Variables that every process needs, as they are where it starts."""
-
-
-def allowed_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the controller sends along."""
-    return {k: v for k, v in environment.items() if PASSED_ON.fullmatch(k) and k != "CUDA_VISIBLE_DEVICES"}
+NOTICE_S = 10.0
+"""After so long the wait for devices is worth a line."""
 
 
 class RayExecutor(Executor):
@@ -81,8 +68,9 @@ class RayExecutor(Executor):
         super().__init__(placement, timeout_s)
         if importlib.util.find_spec("ray") is None:
             raise MissingExtraError("a cluster of several processes", "ray", "ray")
+        self._folder = logs.resolve()
         self.logs = Path(placement.logging.save_dir or logs).resolve()
-        self.failed: HeadraceError | None = None
+        self.failed: WorkerError | None = None
         self.hosts: dict[int, str] = {}
         self._run = f"headrace-{secrets.token_hex(6)}"
         self._actors: dict[int, Any] = {}
@@ -104,6 +92,8 @@ class RayExecutor(Executor):
         if not address:
             # read when Ray is imported: a node on loopback, as on Windows; its own option for this is overruled
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        else:
+            join_in_time(os.environ)
         import ray
 
         if ray.is_initialized():
@@ -119,11 +109,13 @@ class RayExecutor(Executor):
             "runtime_env": {"env_vars": passed},
         }
         if address:
-            _require_answer(address)
+            require_answer(address)
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}': {error}") from error
+                raise ConfigError(
+                    f"RAY_ADDRESS: cannot join a Ray cluster at '{address}': {one_sentence(error)}"
+                ) from error
             self._connected = True
             return
         common["runtime_env"]["env_vars"] |= {
@@ -131,14 +123,14 @@ class RayExecutor(Executor):
         }
         self._private = Path(tempfile.mkdtemp(prefix="hr-", dir="/tmp" if os.path.isdir("/tmp") else None))
         self._sweeper = Sweeper(self._private)
-        with _one_start_at_a_time(START_S), _private_environment():
+        with one_start_at_a_time(START_S), private_environment():
             for attempt in (1, 2, 3):
                 try:
                     ray.init(
                         address="local",
                         num_cpus=self.placement.world,
                         include_dashboard=False,
-                        object_store_memory=_object_store_bytes(),
+                        object_store_memory=object_store_bytes(),
                         _temp_dir=str(self._private),
                         **common,
                     )
@@ -163,15 +155,24 @@ class RayExecutor(Executor):
 
         p = self.placement
         resource = "GPU" if p.device == "cuda" else "CPU"
-        self._check_devices(resource, p.world)
         nodes = [int(n["Resources"].get(resource, 0)) for n in ray.nodes() if n["Alive"]]
-        bundle_of = bundle_of_ranks(p, nodes, resource)
-        sizes = [float(bundle_of.count(i)) for i in range(max(bundle_of) + 1)]
-        bundles = [{"CPU": n} | ({"GPU": n} if resource == "GPU" else {}) for n in sizes]
+        problems = nodes_violations(p, resource, nodes, joined=self._private is None)
+        if problems:
+            raise ConfigError(problems)
+        shares = shares_of_hosts(p)
+        bundles = [{"CPU": float(n)} | ({"GPU": float(n)} if resource == "GPU" else {}) for n in shares]
+        # one host of a layout is one node; a private cluster has one node for all of them
+        strategy = "PACK" if not p.hosts_named else "STRICT_SPREAD" if self._private is None else "SPREAD"
         deadline = time.monotonic() + start_s
-        self._group = placement_group(bundles, strategy="SPREAD")
-        if not self._group.wait(start_s):
-            raise RunError(f"the Ray cluster did not make {p.world} {resource}s free within {start_s:.0f} s")
+        self._group = placement_group(bundles, strategy=strategy)
+        if not self._group.wait(min(start_s, NOTICE_S)):
+            logger.warning("waiting for %d %ss that other work on the Ray cluster holds", p.world, resource)
+            if not self._group.wait(max(0.1, deadline - time.monotonic())):
+                raise RunError(
+                    f"the Ray cluster did not make {p.world} {resource}s free within {start_s:.0f} s"
+                )
+        bundle_of = by_node(p, ray.util.placement_group_table(self._group)["bundles_to_node_id"])
+        mark = self._mark()
         rank_class = ray.remote(
             num_cpus=1,
             num_gpus=1 if resource == "GPU" else 0,
@@ -190,33 +191,35 @@ class RayExecutor(Executor):
                 "backend": p.backend,
                 "timeout_s": self.timeout_s,
                 "log": str(self.log_path(seat.rank)),
+                "mark": str(mark),
                 "log_level": p.logging.level,
                 "address": LOOPBACK if self._private is not None else None,
                 "run": self._run,
                 "namespace": self._run,
             }
-            strategy = PlacementGroupSchedulingStrategy(
+            where = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=bundle_of[seat.rank]
             )
-            options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": strategy}
+            options = {"name": actor_name(self._run, seat.rank), "scheduling_strategy": where}
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))
         if self._sweeper is not None:
             self._sweeper.watch()
+        problems = self._get([a.arrive.remote() for a in self._actors.values()], deadline, "start")
+        mark.unlink()
+        if any(problems):
+            raise ConfigError(list(dict.fromkeys(p for p in problems if p)))
         store = self._get([self._actors[0].open_store.remote()], deadline, "start")[0]
         joins = [actor.join.remote(*store) for actor in self._actors.values()]
         self.hosts = dict(zip(self._actors, self._get(joins, deadline, "join"), strict=True))
         if self._sweeper is not None:
             self._sweeper.watch()
 
-    def _check_devices(self, resource: str, needed: int) -> None:
-        import ray
-
-        have = int(ray.cluster_resources().get(resource, 0))
-        if have < needed:
-            raise ConfigError(
-                f"cluster.layout: needs {needed} {resource}s; the Ray cluster has {have} on"
-                f" {sum(n['Alive'] for n in ray.nodes())} node(s)"
-            )
+    def _mark(self) -> Path:
+        """A file beside the logs by which a rank sees that it has the same run directory."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        mark = self._folder / f".{self._run}"
+        mark.write_text(self._run)
+        return mark
 
     def _get(self, refs: list[Any], deadline: float, what: str) -> list[Any]:
         import ray
@@ -226,7 +229,9 @@ class RayExecutor(Executor):
         except ray.exceptions.GetTimeoutError as error:
             raise RunError(f"the ranks did not {what} in time; their logs are in {self.logs}") from error
         except ray.exceptions.RayError as error:
-            raise WorkerError(f"a rank failed to {what}: {_short(error)}; logs are in {self.logs}") from error
+            raise WorkerError(
+                f"a rank failed to {what}: {one_sentence(error)}; logs are in {self.logs}"
+            ) from error
 
     def move_logs(self, folder: Path) -> None:
         """Open files stay open under their new name, so the ranks need not know."""
@@ -242,7 +247,9 @@ class RayExecutor(Executor):
     def submit(self, orders: Mapping[int, bytes], what: str, timeout_s: float | None = None) -> Pending:
         self._require_alive()
         refs = {self._actors[rank].run.remote(order): rank for rank, order in orders.items()}
-        return _Orders(self, refs, what, timeout_s or self.timeout_s)
+        return RayOrders(
+            self._actors, refs, timeout_s or self.timeout_s, lambda failure: self._blame(what, failure)
+        )
 
     def ask(self, requests: Sequence[tuple[int, str, Message]]) -> list[Message]:
         import ray
@@ -256,7 +263,7 @@ class RayExecutor(Executor):
             return [from_wire(wire) for wire in ray.get(refs, timeout=self.timeout_s)]
         except ray.exceptions.RayError as error:
             raise self.fail(
-                WorkerError(f"rows could not be read from the workers: {_short(error)}")
+                WorkerError(f"rows could not be read from the workers: {one_sentence(error)}")
             ) from error
 
     def _require_alive(self) -> None:
@@ -265,11 +272,21 @@ class RayExecutor(Executor):
         if not self._connected:
             raise RunError("the workers have been closed")
 
+    def _blame(self, what: str, failure: Failure) -> WorkerError:
+        rank = failure.rank
+        seat, host = self.placement.seats[rank], self.hosts.get(rank, "an unknown host")
+        message = (
+            f"{what}: rank {rank} ({seat.group} {seat.group_rank}, host {host}) failed: {failure.cause}; its log is"
+            f" {self.log_path(rank)}"
+        )
+        return self.fail(WorkerError(message, failure.exit_code))
+
     def fail(self, error: WorkerError) -> WorkerError:
-        """Releases every rank at once and remembers why."""
-        self.failed = error
-        self._kill()
-        return error
+        """Releases every rank at once and remembers why; returns the first error, which is the cause of others."""
+        if self.failed is None:
+            self.failed = error
+            self._kill()
+        return self.failed
 
     # ending
 
@@ -305,170 +322,3 @@ class RayExecutor(Executor):
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
             self._private = None
-
-
-class _Orders:
-    """Orders given to ranks. Finds the one that is to blame when they do not all come back."""
-
-    def __init__(self, executor: RayExecutor, refs: Mapping[Any, int], what: str, timeout_s: float) -> None:
-        self.executor, self.what, self.timeout_s = executor, what, timeout_s
-        self._waiting = dict(refs)
-        self._replies: dict[int, bytes] = {}
-        self._failures: dict[int, Failure] = {}
-        self._deadline = time.monotonic() + timeout_s
-        self._pings: dict[int, Any] = {}
-        self._answered: dict[int, float] = {}
-
-    def result(self) -> Mapping[int, bytes]:
-        import ray
-
-        first_failure: float | None = None
-        next_beat = time.monotonic() + HEARTBEAT_S
-        while self._waiting:
-            now = time.monotonic()
-            step = 0.2 if first_failure is not None else 1.0
-            pending = list(self._waiting)
-            done, _ = ray.wait(pending, num_returns=len(pending), timeout=step, fetch_local=False)
-            for ref in done:
-                self._collect(ref, self._waiting.pop(ref))
-            if self._failures:
-                first_failure = first_failure or now
-                if not all(f.secondary for f in self._failures.values()) or now - first_failure > GRACE_S:
-                    break
-            elif now > self._deadline:
-                self._find_hung(f"did not finish within {self.timeout_s:g} s")
-                break
-            elif now > next_beat:
-                next_beat = now + HEARTBEAT_S
-                self._beat(now)
-        if self._failures:
-            if all(f.secondary for f in self._failures.values()) and self._waiting:
-                self._find_hung("did not take part while the others waited for it")
-            raise self._error()
-        return self._replies
-
-    def _collect(self, ref: Any, rank: int) -> None:
-        import ray
-
-        try:
-            reply = ray.get(ref)
-        except ray.exceptions.RayError as error:
-            self._failures[rank] = Failure(rank, f"its process died ({_short(error)})", 0.0)
-            return
-        if reply.startswith(b'{"error"'):
-            e = plain_value(reply)["error"]
-            self._failures[rank] = Failure(rank, e["cause"], e["time"], e["secondary"], e.get("exit_code", 1))
-        else:
-            self._replies[rank] = reply
-
-    def _beat(self, now: float) -> None:
-        """Asks the ranks at work whether they are there; one that is frozen cannot say so."""
-        import ray
-
-        for rank in self._waiting.values():
-            ping = self._pings.get(rank)
-            if ping is not None and not ray.wait([ping], timeout=0)[0]:
-                if now - self._answered[rank] > FROZEN_S:
-                    self._failures[rank] = Failure(rank, f"it has not answered for {FROZEN_S:g} s", 0.0)
-                continue
-            self._answered[rank] = now
-            where = self.executor._actors[rank].where.options(concurrency_group="control")
-            self._pings[rank] = where.remote()
-
-    def _find_hung(self, why: str) -> None:
-        """Blames the ranks that neither finished nor wait for another one."""
-        import ray
-
-        ranks = list(self._waiting.values())
-        asked = {
-            self.executor._actors[rank].where.options(concurrency_group="control").remote(): rank
-            for rank in ranks
-        }
-        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)
-        waiting: dict[int, str] = {}
-        for ref in silent:
-            self._failures[asked[ref]] = Failure(asked[ref], f"it {why} and does not answer", 0.0)
-        for ref in answered:
-            with contextlib.suppress(ray.exceptions.RayError):
-                place = plain_value(ray.get(ref))
-                cause = f"it {why}; it is at {place['line']}"
-                if place["waiting"]:
-                    waiting[asked[ref]] = cause
-                else:
-                    self._failures[asked[ref]] = Failure(asked[ref], cause, 1.0)
-        if all(f.secondary for f in self._failures.values()):
-            for rank, cause in waiting.items():
-                self._failures[rank] = Failure(rank, cause, 2.0)
-
-    def _error(self) -> WorkerError:
-        cause = root_cause(self._failures)
-        seat = self.executor.placement.seats[cause.rank]
-        host = self.executor.hosts.get(cause.rank, "an unknown host")
-        message = (
-            f"{self.what}: rank {cause.rank} ({seat.group} {seat.group_rank}, host {host}) failed: {cause.cause}; its log"
-            f" is {self.executor.log_path(cause.rank)}"
-        )
-        return self.executor.fail(WorkerError(message, cause.exit_code))
-
-
-@contextlib.contextmanager
-def _one_start_at_a_time(longest_s: float) -> Iterator[None]:
-    """Has launches of this user on this host start their clusters in turn: together they run into Ray's time limits.
-
-    The lock goes with the process that holds it. After `longest_s` the start is tried without it.
-    """
-    path = Path(tempfile.gettempdir()) / f"headrace-start-{os.getuid()}.lock"
-    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        deadline = time.monotonic() + longest_s
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(0.1)
-        yield
-    finally:
-        os.close(file)
-
-
-@contextlib.contextmanager
-def _private_environment() -> Iterator[None]:
-    """While a private cluster starts: what its processes inherit is the allow-list, and Ray writes no token at home."""
-    before = dict(os.environ)
-    kept = {k: v for k, v in before.items() if SYSTEM.fullmatch(k) or PASSED_ON.fullmatch(k)}
-    os.environ.clear()
-    os.environ.update(kept | {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"})
-    os.environ.pop("RAY_ADDRESS", None)
-    try:
-        yield
-    finally:
-        added = {k: v for k, v in os.environ.items() if k not in kept and k.startswith("RAY_")}
-        os.environ.clear()
-        os.environ.update(before | added)
-
-
-def _require_answer(address: str) -> None:
-    """Raises ConfigError where nothing listens: Ray itself would try for minutes."""
-    match = re.fullmatch(r"(?:ray://)?\[?([^/\[\]]+?)\]?:(\d+)", address)
-    if match is None:
-        return  # `auto` and the like, which Ray knows at once
-    try:
-        socket.create_connection((match[1], int(match[2])), timeout=10).close()
-    except OSError as error:
-        raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}': {error}") from error
-
-
-def _object_store_bytes() -> int:
-    """Ray's shared memory only carries rows on their way: a tenth of what is free, within bounds."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-    return min(2 << 30, max(80 << 20, shutil.disk_usage(folder).free // 10))
-
-
-def _short(error: BaseException) -> str:
-    """The sentence of a Ray error that says what happened."""
-    text = " ".join(str(error).split())
-    for mark in ("Worker exit type:", "The actor is dead because"):
-        if mark in text:
-            text = text[text.index(mark) :]
-    return text.partition("Some common causes")[0].strip()[:300]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,11 +43,28 @@ class RankProcess:
         """`setup`: the rank's place in the cluster as JSON (see RayExecutor)."""
         self.setup = plain_value(setup)
         become_worker(self.setup["rank"])
-        self._open_log()
         self.worker: Worker | None = None
         self.store: Any = None
         self.thread: int | None = None
         self.failed = False
+
+    def arrive(self) -> str:
+        """Opens the log. Returns what is wrong where this host does not see the run directory, or an empty string."""
+        mark = Path(self.setup["mark"])
+        if not (mark.is_file() and mark.read_text() == self.setup["run"]):
+            return (
+                f"run.dir: host {self.host_name()} does not see the folder {mark.parent} of the controller; all hosts"
+                " must have run.dir on one shared file system"
+            )
+        self._open_log()
+        node = "" if self.setup["address"] else f", Ray node {_node()}"
+        logging.getLogger(__name__).info("process %d on host %s%s", os.getpid(), self.host_name(), node)
+        return ""
+
+    def host_name(self) -> str:
+        """This host, in a joined cluster with its address there."""
+        name = socket.gethostname()
+        return name if self.setup["address"] else f"{name} ({_own_address()})"
 
     def _open_log(self) -> None:
         """Everything this process writes, also from C++, goes to the file of its rank."""
@@ -80,6 +99,8 @@ class RankProcess:
     def join(self, host: str, port: int) -> str:
         """Forms the process group of all ranks and those of the placement's groups; returns this host's name."""
         s = self.setup
+        if not s["address"]:
+            use_interface_of(_own_address(), os.environ)
         timeout = timedelta(seconds=s["timeout_s"])
         device = "cpu"
         if s["device"] == "cuda":
@@ -108,7 +129,7 @@ class RankProcess:
             process_group=mine,
         )
         self.worker = Worker(site, self)
-        return site.host
+        return self.host_name()
 
     def run(self, order: bytes) -> bytes:
         """Carries an order out. A failure is returned, not raised, so that no pickled exception leaves the process."""
@@ -158,6 +179,37 @@ def _own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def _node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def use_interface_of(address: str, environment: MutableMapping[str, str]) -> None:
+    """Has gloo speak where Ray does: by itself it takes what the host's name stands for, on many hosts loopback."""
+    name = _interface(address)
+    if name is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _interface(address: str) -> str | None:
+    """The network interface that has this IPv4 address, on Linux."""
+    if not sys.platform.startswith("linux") or ":" in address:
+        return None
+    ask_for_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = socket.inet_ntoa(fcntl.ioctl(any_socket, ask_for_address, request)[20:24])
+            except OSError:
+                continue  # it has none
+            # all of 127.* is one interface
+            if found == address or (found.startswith("127.") and address.startswith("127.")):
+                return name
+    return None
 
 
 def actor_name(run: str, rank: int) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -359,21 +360,27 @@ def open_runtime(
         return LocalRuntime()
     from headrace.cluster.ray import RayExecutor
 
-    if directory is not None:
-        logs = directory.logs
-    else:
-        parent = Path(config.run.dir)
-        parent.mkdir(parents=True, exist_ok=True)
-        logs = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent))
-        # what a rank that failed has written there is worth keeping, and named by the error
-        held.push(
-            lambda kind, *_: None if kind is not None and issubclass(kind, WorkerError) else _discard(logs)
-        )
+    logs = (
+        directory.logs if directory is not None else held.enter_context(_untaken_logs(Path(config.run.dir)))
+    )
     executor = RayExecutor(placement, logs, timeout_s=config.cluster.timeout_s)
     held.enter_context(executor)
     return ClusterRuntime(executor)
 
 
-def _discard(folder: Path) -> None:
-    """Removes logs that no run directory has taken over."""
-    shutil.rmtree(folder, ignore_errors=True)
+@contextlib.contextmanager
+def _untaken_logs(parent: Path) -> Iterator[Path]:
+    """A folder for logs, removed at the end where no run directory has taken it over.
+
+    What a rank that failed has written there stays: the error names it.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    logs, named = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent)), False
+    try:
+        yield logs
+    except WorkerError:
+        named = True
+        raise
+    finally:
+        if not named:
+            shutil.rmtree(logs, ignore_errors=True)

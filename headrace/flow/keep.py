@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from headrace.checkpoint.resume import Checkpoint, find_checkpoint
 from headrace.checkpoint.save import CheckpointStore
 from headrace.config import Config
-from headrace.errors import ConfigError, RunError
+from headrace.errors import ConfigError, RunError, WorkerError
 from headrace.flow.evaluate import best_step
 from headrace.flow.state import RunState
 from headrace.observe.log import RunLogger
@@ -102,8 +102,23 @@ class Keeper:
             return
         try:
             self.write(result, log, progress)
+        except WorkerError:
+            raise
         except RunError as error:
             logger.error("%s; the run goes on without it", error)
+
+    def say_where_to_go_on(self) -> None:
+        """After an error that nothing can be saved after."""
+        latest = self.store.pointer("latest")
+        if latest is None:
+            logger.warning(
+                "there is no checkpoint yet to continue from; checkpoint.every_steps makes them earlier"
+            )
+        else:
+            logger.warning(
+                "the newest checkpoint is %s; the same command with run.resume=true continues from it",
+                self.store.folder / latest,
+            )
 
     def write(self, result: RunResult, log: RunLogger, progress: Progress) -> None:
         """Raises RunError when the checkpoint cannot be written."""

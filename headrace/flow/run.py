@@ -21,7 +21,7 @@ from headrace.cluster.workers import refuse_in_worker
 from headrace.config import Config
 from headrace.config_load import config_to_yaml
 from headrace.data.loader import Loader
-from headrace.errors import ConfigError, HeadraceError, RunError
+from headrace.errors import ConfigError, HeadraceError, RunError, WorkerError
 from headrace.flow.ahead import Ahead
 from headrace.flow.cluster import open_runtime
 from headrace.flow.collect import run_step
@@ -176,6 +176,10 @@ class _Run:
                     self.keeper.write_if_due(self.result, log, progress)
             except Interrupted:
                 self.result.interrupted = True
+            except WorkerError:
+                # the models went with the workers
+                self.keeper.say_where_to_go_on()
+                raise
             except HeadraceError:
                 # nothing is half done when these are raised, so what was learned so far is worth keeping
                 if self.result.steps > 0:

@@ -52,12 +52,14 @@ def read_plan(hf: Any) -> tuple[dict[str, str], list[str]]:
     plan: dict[str, str] = {}
     problems: list[str] = []
     for name, module in base.named_modules():
+        if isinstance(module, nn.Embedding):
+            continue  # cut by vocabulary, whatever transformers would do with it
         style = next((s for p, s in patterns.items() if _matches(p, name)), None)
         parameters = list(module.parameters(recurse=False))
         if style is None or style == WHOLE:
             if isinstance(module, nn.Linear) and style is None and parameters:
                 problems.append(f"it has no plan for '{name}'")
-            elif parameters and not isinstance(module, nn.Embedding | nn.Linear) and module_is_matrix(module):
+            elif parameters and not isinstance(module, nn.Linear) and module_is_matrix(module):
                 problems.append(f"'{name}' ({type(module).__name__}) is a matrix that it cannot cut")
             continue
         if style not in (COLUMN, ROW, PARTIAL):

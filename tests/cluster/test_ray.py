@@ -18,7 +18,8 @@ from headrace.cluster.group import WorkerGroup
 from headrace.cluster.inprocess import InProcess
 from headrace.cluster.layouts import resolve
 from headrace.cluster.placement import Placement
-from headrace.cluster.ray import RayExecutor, allowed_environment
+from headrace.cluster.ray import RayExecutor
+from headrace.cluster.ray_cluster import allowed_environment
 from headrace.cluster.sweeper import descendants
 from headrace.cluster.workers import Executor
 from headrace.data.batch import Batch

@@ -37,6 +37,14 @@ def test_a_config_without_a_plan_gets_the_usual_one(monkeypatch) -> None:
     assert tp_plan(t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)), 2) == with_plan
 
 
+def test_what_transformers_would_do_with_the_embedding_is_left_out(monkeypatch) -> None:
+    """Some of its versions plan tied embeddings by rows."""
+    plain = tp_plan(t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)), 2)
+    planned = {**t.LlamaConfig.base_model_tp_plan, "embed_tokens": "embedding_rowwise"}
+    monkeypatch.setattr(t.LlamaConfig, "base_model_tp_plan", planned)
+    assert tp_plan(t.LlamaForCausalLM(t.LlamaConfig(**SHAPE, tie_word_embeddings=True)), 2) == plain
+
+
 def test_all_that_is_not_divisible_is_named_at_once() -> None:
     shape = {**SHAPE, "intermediate_size": 50}
     with pytest.raises(ConfigError) as error:

@@ -120,6 +120,8 @@ def test_a_rank_breaks_in_a_stage(arithmetic: Path, tmp_path: Path, stage: str, 
     assert not [folder for folder in folders if folder.exists()]
     latest = (tmp_path / "r" / "checkpoints" / "latest").read_text().strip()
     assert latest == f"step_{steps_done(tmp_path)[-1]}"
+    assert f"checkpoints/{latest}; the same command with run.resume=true continues" in output
+    assert output.count("failed: ") == 1
 
 
 @pytest.mark.slow

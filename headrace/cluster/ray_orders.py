@@ -1,0 +1,170 @@
+"""Orders at ranks that are Ray actors, and who is to blame when they do not all come back."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from headrace.cluster.faults import Failure, root_cause
+from headrace.cluster.wire import plain_value
+from headrace.errors import WorkerError
+
+GRACE_S = 3.0
+"""After a first failure: how long the others have to say that they were the cause."""
+HEARTBEAT_S = 5.0
+NODE_LOST_S = 25.0
+"""Longest wait for Ray to say that a node is gone whose ranks cannot be reached."""
+FROZEN_S = 30.0
+"""A rank that does not answer for so long, though it only has to say where it is, counts as hung."""
+
+
+class RayOrders:
+    """Orders given to ranks. Finds the one that is to blame when they do not all come back."""
+
+    def __init__(
+        self,
+        actors: Mapping[int, Any],
+        refs: Mapping[Any, int],
+        timeout_s: float,
+        blame: Callable[[Failure], WorkerError],
+    ) -> None:
+        """`actors`: all ranks. `refs`: what these orders return → rank. `blame` makes the error of the rank at fault."""
+        self._actors, self.timeout_s, self._blame = actors, timeout_s, blame
+        self._waiting = dict(refs)
+        self._replies: dict[int, bytes] = {}
+        self._failures: dict[int, Failure] = {}
+        self._unreachable: set[int] = set()
+        self._deadline = time.monotonic() + timeout_s
+        self._pings: dict[int, Any] = {}
+        self._answered: dict[int, float] = {}
+
+    def result(self) -> Mapping[int, bytes]:
+        import ray
+
+        first_failure: float | None = None
+        next_beat = time.monotonic() + HEARTBEAT_S
+        while self._waiting:
+            now = time.monotonic()
+            step = 0.2 if first_failure is not None else 1.0
+            pending = list(self._waiting)
+            done, _ = ray.wait(pending, num_returns=len(pending), timeout=step, fetch_local=False)
+            for ref in done:
+                self._collect(ref, self._waiting.pop(ref))
+            if self._failures:
+                first_failure = first_failure or now
+                if not all(f.secondary for f in self._failures.values()) or now - first_failure > GRACE_S:
+                    break
+            elif now > self._deadline:
+                self._find_hung(f"did not finish within {self.timeout_s:g} s")
+                break
+            elif now > next_beat:
+                next_beat = now + HEARTBEAT_S
+                self._beat(now)
+        if self._failures:
+            self._find_dead()
+            if all(f.secondary for f in self._failures.values()) and self._waiting:
+                self._find_hung("did not take part while the others waited for it")
+            raise self._blame(root_cause(self._failures))
+        return self._replies
+
+    def _collect(self, ref: Any, rank: int) -> None:
+        import ray
+
+        try:
+            reply = ray.get(ref)
+        except ray.exceptions.ActorUnavailableError as error:
+            self._failures[rank] = Failure(rank, f"it cannot be reached ({one_sentence(error)})", 0.5)
+            self._unreachable.add(rank)
+            return
+        except ray.exceptions.RayError as error:
+            self._failures[rank] = Failure(rank, f"its process died ({one_sentence(error)})", 0.0)
+            return
+        if reply.startswith(b'{"error"'):
+            e = plain_value(reply)["error"]
+            self._failures[rank] = Failure(rank, e["cause"], e["time"], e["secondary"], e.get("exit_code", 1))
+        else:
+            self._replies[rank] = reply
+
+    def _beat(self, now: float) -> None:
+        """Asks the ranks at work whether they are there; one that is frozen cannot say so."""
+        import ray
+
+        for rank in self._waiting.values():
+            ping = self._pings.get(rank)
+            if ping is not None and not ray.wait([ping], timeout=0)[0]:
+                if now - self._answered[rank] > FROZEN_S:
+                    self._failures[rank] = Failure(rank, f"it has not answered for {FROZEN_S:g} s", 0.0)
+                continue
+            self._answered[rank] = now
+            where = self._actors[rank].where.options(concurrency_group="control")
+            self._pings[rank] = where.remote()
+
+    def _find_hung(self, why: str) -> None:
+        """Blames the ranks that neither finished nor wait for another one."""
+        import ray
+
+        ranks = list(self._waiting.values())
+        asked = {
+            self._actors[rank].where.options(concurrency_group="control").remote(): rank for rank in ranks
+        }
+        answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=5.0)
+        waiting: dict[int, str] = {}
+        for ref in silent:
+            self._failures[asked[ref]] = Failure(asked[ref], f"it {why} and does not answer", 0.0)
+        for ref in answered:
+            with contextlib.suppress(ray.exceptions.RayError):
+                place = plain_value(ray.get(ref))
+                cause = f"it {why}; it is at {place['line']}"
+                if place["waiting"]:
+                    waiting[asked[ref]] = cause
+                else:
+                    self._failures[asked[ref]] = Failure(asked[ref], cause, 1.0)
+        if all(f.secondary for f in self._failures.values()):
+            for rank, cause in waiting.items():
+                self._failures[rank] = Failure(rank, cause, 2.0)
+
+    def _find_dead(self) -> None:
+        """Blames a rank that is gone, of these orders or not: others failed when they asked it for rows.
+
+        That it cannot be reached is known at once, why only when Ray has found its node gone.
+        """
+        import ray
+
+        deadline = time.monotonic() + NODE_LOST_S
+        if {rank for rank, failure in self._failures.items() if not failure.secondary} - self._unreachable:
+            return
+        asked = list(self._unreachable or self._actors)
+        while asked:
+            refs = {
+                self._actors[rank].where.options(concurrency_group="control").remote(): rank for rank in asked
+            }
+            answered, silent = ray.wait(list(refs), num_returns=len(refs), timeout=5.0)
+            # one of these orders that is silent hangs, which is found out next
+            silent = [ref for ref in silent if refs[ref] not in self._waiting.values()]
+            asked = [refs[ref] for ref in silent]
+            for ref in answered:
+                rank = refs[ref]
+                try:
+                    ray.get(ref)
+                except ray.exceptions.ActorUnavailableError as error:
+                    self._failures[rank] = Failure(rank, f"it cannot be reached ({one_sentence(error)})", 0.5)
+                    asked.append(rank)
+                except ray.exceptions.RayError as error:
+                    self._failures[rank] = Failure(rank, f"its process died ({one_sentence(error)})", 0.0)
+                    return
+            if time.monotonic() > deadline:
+                for ref in silent:
+                    self._failures[refs[ref]] = Failure(refs[ref], "it does not answer", 0.5)
+                return
+            time.sleep(0.5)
+
+
+def one_sentence(error: BaseException) -> str:
+    """The sentence of a Ray error that says what happened."""
+    text = " ".join(str(error).split())
+    for mark in ("Worker exit type:", "The actor is dead because"):
+        if mark in text:
+            text = text[text.index(mark) :]
+    return text.partition("Some common causes")[0].strip()[:300]
