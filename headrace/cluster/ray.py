@@ -259,12 +259,20 @@ class RayExecutor(Executor):
             self._actors[rank].serve.options(concurrency_group="rows").remote(topic, to_wire(message))
             for rank, topic, message in requests
         ]
-        try:
-            return [from_wire(wire) for wire in ray.get(refs, timeout=self.timeout_s)]
-        except ray.exceptions.RayError as error:
-            raise self.fail(
-                WorkerError(f"rows could not be read from the workers: {one_sentence(error)}")
-            ) from error
+        deadline = time.monotonic() + self.timeout_s
+        replies: list[Message] = []
+        for ref, (rank, _, _) in zip(refs, requests, strict=True):
+            try:
+                replies.append(from_wire(ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))))
+            except ray.exceptions.GetTimeoutError as error:
+                failure = Failure(rank, f"it did not hand them over within {self.timeout_s:g} s", 0.0)
+                raise self._blame("reading rows from the workers", failure) from error
+            except ray.exceptions.RayError as error:
+                died = isinstance(error, ray.exceptions.ActorDiedError)
+                cause = "its process died" if died else "it did not hand them over"
+                failure = Failure(rank, f"{cause} ({one_sentence(error)})", 0.0)
+                raise self._blame("reading rows from the workers", failure) from error
+        return replies
 
     def _require_alive(self) -> None:
         if self.failed is not None:

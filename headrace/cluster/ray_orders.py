@@ -164,7 +164,7 @@ class RayOrders:
 def one_sentence(error: BaseException) -> str:
     """The sentence of a Ray error that says what happened."""
     text = " ".join(str(error).split())
-    for mark in ("Worker exit type:", "The actor is dead because"):
+    for mark in ("Worker exit type:", "The actor is dead because", "The actor died because"):
         if mark in text:
             text = text[text.index(mark) :]
     return text.partition("Some common causes")[0].strip()[:300]
