@@ -147,6 +147,10 @@ class RolloutConfig(Section):
     kv_cache_tokens: int | None = key(
         None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
     )
+    cuda_graphs: bool = key(
+        True,
+        "on CUDA in half precision, replay recorded decode steps; costs some memory and saves most of the time",
+    )
     staleness: int = key(
         0,
         "0: a step's rollout has the weights after the step before; 1: it is made while that step trains, with the"

@@ -82,6 +82,7 @@ class Actor(LanguageModelRole):
             max_concurrent_sequences=r.max_concurrent_sequences,
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
+            cuda_graphs=r.cuda_graphs,
         )
 
     def make_empty(self) -> None:
