@@ -161,7 +161,7 @@ def test_a_node_is_killed_in_the_middle_of_a_step(
     done = int(latest.removeprefix("step_"))
     assert done in (steps_done(tmp_path)[-1], steps_done(tmp_path)[-1] - 1)
     process = launch(nodes, tmp_path, arithmetic, *overrides, f"train.steps={done + 2}", "run.resume=true")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert steps_done(tmp_path)[-1] == done + 2
     assert left_behind(nodes) == []
