@@ -109,6 +109,7 @@ class RayExecutor(Executor):
             "runtime_env": {"env_vars": passed},
         }
         if address:
+            logger.info("joining the Ray cluster at %s", address)
             require_answer(address)
             try:
                 ray.init(address=address, **common)
@@ -118,6 +119,7 @@ class RayExecutor(Executor):
                 ) from error
             self._connected = True
             return
+        logger.info("starting %d processes and Ray on this host; this takes a while", self.placement.world)
         common["runtime_env"]["env_vars"] |= {
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"
         }
@@ -237,6 +239,7 @@ class RayExecutor(Executor):
         """Open files stay open under their new name, so the ranks need not know."""
         if self.placement.logging.save_dir is None and self.logs != folder.resolve():
             self.logs = self.logs.rename(folder.resolve())
+        logger.info("each process has a log in %s", self.logs)
 
     def log_path(self, rank: int) -> Path:
         seat = self.placement.seats[rank]
