@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_S = 120.0
 """Longest wait for the processes of all ranks to be there."""
+SHOWN_HOSTS = 8
 NOTICE_S = 10.0
 """After so long the wait for devices is worth a line."""
 
@@ -119,7 +120,7 @@ class RayExecutor(Executor):
                 ) from error
             self._connected = True
             return
-        logger.info("starting %d processes and Ray on this host; this takes a while", self.placement.world)
+        logger.info("starting Ray on this host, for %d processes", self.placement.world)
         common["runtime_env"]["env_vars"] |= {
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"
         }
@@ -206,6 +207,7 @@ class RayExecutor(Executor):
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))
         if self._sweeper is not None:
             self._sweeper.watch()
+        logger.info("waiting for the processes, each of which loads torch")
         problems = self._get([a.arrive.remote() for a in self._actors.values()], deadline, "start")
         mark.unlink()
         if any(problems):
@@ -213,6 +215,9 @@ class RayExecutor(Executor):
         store = self._get([self._actors[0].open_store.remote()], deadline, "start")[0]
         joins = [actor.join.remote(*store) for actor in self._actors.values()]
         self.hosts = dict(zip(self._actors, self._get(joins, deadline, "join"), strict=True))
+        hosts = list(dict.fromkeys(self.hosts.values()))
+        shown = ", ".join(hosts) if len(hosts) <= SHOWN_HOSTS else f"{len(hosts)} hosts"
+        logger.info("%d processes have joined, on %s", p.world, shown)
         if self._sweeper is not None:
             self._sweeper.watch()
 
