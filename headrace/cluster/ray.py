@@ -24,6 +24,7 @@ from headrace.cluster.placement import Placement
 from headrace.cluster.ray_cluster import (
     allowed_environment,
     join_in_time,
+    let_ray_print,
     object_store_bytes,
     one_start_at_a_time,
     private_environment,
@@ -99,6 +100,7 @@ class RayExecutor(Executor):
 
         if ray.is_initialized():
             raise RunError("Ray is in use in this process already; end that (ray.shutdown()) before a run")
+        let_ray_print(False)  # what its messages are about, our errors say by rank and stage
         passed = allowed_environment(os.environ)
         if not self.placement.communication.rdma_enabled:
             passed["NCCL_IB_DISABLE"] = "1"
@@ -324,6 +326,7 @@ class RayExecutor(Executor):
             self._group = None
             ray.shutdown()
             self._connected = False
+        let_ray_print(True)
         if self._sweeper is not None:
             self._sweeper.dismiss()
             self._sweeper = None

@@ -54,7 +54,8 @@ class RayOrders:
         next_beat = time.monotonic() + every_s
         while self._waiting:
             now = time.monotonic()
-            step = 0.2 if first_failure is not None else 1.0
+            # Python hears of Ctrl-C only between two waits
+            step = 0.2 if first_failure is not None else 0.5
             pending = list(self._waiting)
             done, _ = ray.wait(pending, num_returns=len(pending), timeout=step, fetch_local=False)
             for ref in done:
