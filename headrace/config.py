@@ -36,7 +36,8 @@ class RunConfig(Section):
     tensorboard: bool = key(True, "write TensorBoard event files")
     samples_per_step: int = key(4, "responses written to samples.jsonl each step", "samples", ge=0)
     progress: Literal["auto", "live", "plain", "off"] = key(
-        "auto", "live: a display that redraws; plain: one line a step; auto: live on a terminal, else plain"
+        "auto",
+        "live: a display that redraws; plain: one line a step, more in long ones; auto: live on a terminal, else plain",
     )
     save_final: bool = key(True, "save the trained model as a Hugging Face folder at the end")
     resume: bool = key(False, "continue the run in run.dir/run.name from its latest checkpoint")

@@ -24,7 +24,7 @@ from headrace.cluster.worker import Outcome, Site, load_factory
 from headrace.config import Config, ModelConfig
 from headrace.config_load import from_mapping
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RunError
 from headrace.models.mesh import Mesh, MeshRanks
 from headrace.observe.metrics import MetricSums
 from headrace.rewards.stage import RewardStage
@@ -126,6 +126,7 @@ class RoleWorker:
             context["total_steps"],
             MetricSums(),
             evaluation=context["evaluation"],
+            on_progress=self.site.pulse.point,
             kl=KLController(context["kl_coefficient"]),
             ranks=self.ranks,
         )
@@ -189,10 +190,14 @@ class RoleWorker:
         with TensorFile(Path(path)) as tensors:
             self.role.load_state_dict(TrainingState(tensors, dict(numbers)))
 
-    def save_model(self, path: str) -> None:
-        """Writes the model as a Hugging Face folder, from the group's first rank. Raises RunError when that fails."""
+    def save_model(self, path: str) -> str | None:
+        """Writes the model as a Hugging Face folder, from the group's first rank. Returns what went wrong."""
         if isinstance(self.role, Actor | RewardModel):
-            self.role.save(path, writes=self.site.group_rank == 0)
+            try:
+                self.role.save(path, writes=self.site.group_rank == 0)
+            except RunError as error:
+                return str(error)
+        return None
 
 
 def _outcome(given: Batch, returned: Batch, value: Any) -> Outcome:

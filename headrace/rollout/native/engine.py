@@ -95,7 +95,7 @@ class NativeEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """Completions per request, one per seed, as `RolloutEngine` says; `stats` then describes the call.
 
-        `on_progress(finished_samples, generated_tokens)` is called after each step in which a sample ended.
+        `on_progress(finished_samples, generated_tokens)` is called after each step.
         Raises ConfigError (all violations at once) for an empty prompt, an unknown id, a prompt too long for
         the model's positions, sampling values out of range, or a cache too small for one request.
         """
@@ -199,10 +199,9 @@ class _Rollout:
                 scheduler.complete(step, finished)
                 stats.steps += 1
                 stats.generated_tokens += len(who)
-                if finished:
-                    finished_samples += len(finished)
-                    if on_progress is not None:
-                        on_progress(finished_samples, stats.generated_tokens)
+                finished_samples += len(finished)
+                if on_progress is not None:
+                    on_progress(finished_samples, stats.generated_tokens)
         finally:
             if self.graphs is not None:
                 self.graphs.release()
