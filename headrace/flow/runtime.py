@@ -29,7 +29,7 @@ Rows = Batch | Handle
 """The rows of a step: here, or where workers hold them."""
 
 Writer = Callable[[Path], None]
-"""Writes one file, and raises OSError where that fails."""
+"""Writes one file, or its parts beside it, and raises OSError where that fails."""
 
 
 class Started(Protocol):

@@ -16,7 +16,8 @@ from headrace.algorithms.find import algorithm_problems
 from headrace.algorithms.kl_controller import KLController
 from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.algorithms.stages import advantage_stage
-from headrace.checkpoint.files import TensorFile, write_tensors
+from headrace.checkpoint.files import sync_folder, write_tensors
+from headrace.checkpoint.parts import TensorParts, part_path
 from headrace.checkpoint.rng import seed_all
 from headrace.cluster.mesh import mesh_of, model_ranks
 from headrace.cluster.placement import Parallelism
@@ -175,18 +176,22 @@ class RoleWorker:
     def weights(self) -> dict[str, Any]:
         return weights_of(self.role)
 
-    def save_state(self, path: str) -> str | None:
-        """Writes the role's tensors to `path`, one file from the group's first rank. Returns what went wrong."""
-        first = self.site.group_rank == 0
-        try:
-            write_tensors(Path(path) if first else None, self.role.state_dict().tensors)
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
+    def save_state(self, path: str) -> dict[str, Any]:
+        """Writes what this rank owns of the role's tensors to its own part of `path`, and waits for no other rank.
 
-    def load_state(self, path: str, numbers: Mapping[str, Any]) -> None:
+        Returns the file's `name` with its `size`, or with what went `wrong`.
+        """
+        file = part_path(Path(path), self.site.group_rank, len(self.site.ranks))
+        try:
+            write_tensors(file, self.role.state_dict().tensors)
+            sync_folder(file.parent)
+        except OSError as error:
+            return {"name": file.name, "wrong": error.strerror or str(error)}
+        return {"name": file.name, "size": file.stat().st_size}
+
+    def load_state(self, paths: Sequence[str], numbers: Mapping[str, Any]) -> None:
         """Continues where the state was saved, whatever layout that had. Raises ConfigError for another model's."""
-        with TensorFile(Path(path)) as tensors:
+        with TensorParts([Path(path) for path in paths]) as tensors:
             self.role.load_state_dict(TrainingState(tensors, dict(numbers)))
 
     def save_model(self, path: str) -> None:
