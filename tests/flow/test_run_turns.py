@@ -103,6 +103,25 @@ def test_an_actor_is_trained_again_without(arithmetic: Path, tmp_path: Path, mov
     assert [line["actor/updates"] for line in lines(tmp_path / "again")] == [1, 1]
 
 
+@pytest.mark.gpu
+def test_a_run_on_a_device(arithmetic: Path, tmp_path: Path) -> None:
+    """The first step is that of models that stay, to a GPU's rounding; where the weights are afterwards."""
+    sections: Sections = {**PPO, "model": {"dtype": "bfloat16"}, "run": {"device": "cuda"}}
+    go(arithmetic, tmp_path / "a", **sections)
+    _, _, actor = go(arithmetic, tmp_path / "b", **{**sections, "train": {**PPO["train"], **OFFLOAD}})
+    stays, takes = (lines(tmp_path / name / "r") for name in "ab")
+    assert [line.keys() for line in stays] == [line.keys() for line in takes]
+    for name in ("rollout/tokens", "actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm"):
+        assert takes[0][name] == pytest.approx(stays[0][name], rel=0.02, abs=1e-3)
+    assert [line["actor/updates"] for line in takes] == [2, 2]
+    TURNS.bring(actor.engine)
+    assert {p.device.type for p in actor.model.parameters()} == {"cuda"}
+    TURNS.bring(None)
+    assert {p.device.type for p in actor.model.parameters()} == {"cpu"}
+    TURNS.begin(False)
+    assert {p.device.type for p in actor.model.parameters()} == {"cuda"}
+
+
 def test_workers_of_one_process(arithmetic: Path, tmp_path: Path, moves: Moves) -> None:
     config = configuration(arithmetic, tmp_path, {**PPO, "train": {**PPO["train"], **OFFLOAD}})
     site = Site(0, 1, "all", 0, (0,), "here", "cpu")
