@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from headrace.models.mesh import gather_plain
+from headrace.models.mesh import ALL_AXES, gather_plain
 from headrace.models.shards import Shards
 from headrace.training.slices import Slice
+
+CUTTING_AXES = ("pp", "zero3", "tp")
+"""Along the others every rank has the same of each parameter."""
 
 Kind = tuple[torch.Size, torch.dtype]
 
@@ -30,13 +33,18 @@ class GatheredTensors(Mapping[str, Tensor]):
     def owned(self) -> dict[str, Slice]:
         """What this process writes of the tensors: all of the mesh together write each element once.
 
-        Asks no other process. Copies of a part are shared out: over `dp_replicate` by bytes, so that all replicas write
-        at the same time; what every tp rank has whole is the first one's, a tied parameter the first stage's.
+        Asks no other process. Copies of a part are shared out: over `dp_replicate` (and whatever else leaves parameters
+        as they are) by bytes, so that all replicas write at the same time; what every tp rank has whole is the first
+        one's, a tied parameter the first stage's.
         """
         mesh = self._shards.mesh
         is_first = mesh.rank("tp") == 0
         own: dict[str, Slice] = {}
-        given = [0] * mesh.size("dp_replicate")
+        here, replicas = 0, 1
+        for axis in ALL_AXES:
+            if axis not in CUTTING_AXES:
+                here, replicas = here * mesh.size(axis) + mesh.rank(axis), replicas * mesh.size(axis)
+        given = [0] * replicas
         for key, part in self._parts.items():
             name = key.partition("/")[2]
             has_part_alone = part.dim() > 0 and name in self._shards.dims
@@ -48,7 +56,7 @@ class GatheredTensors(Mapping[str, Tensor]):
                 continue
             replica = given.index(min(given))
             given[replica] += part.nbytes
-            if replica == mesh.rank("dp_replicate"):
+            if replica == here:
                 own[key] = self._slice(name, part)
         return own
 
