@@ -170,17 +170,16 @@ def test_a_model_that_is_gone_is_forgotten(moves: Moves) -> None:
     turns.bring(None)
 
 
-LAYOUTS = [{"zero3": 2}, {"pp": 2}]  # cut weights are plain tensors under tp, and whole ones moved above
-DTYPES = ["float32", "bfloat16"]
+# cut weights are plain tensors under tp, as whole ones are
+CASES = [({"zero3": 2}, "float32"), ({"zero3": 2}, "bfloat16"), ({"pp": 2}, "float32")]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return mesh_run.spawn(turn_checks.everything, 2, tmp_path_factory.mktemp("two"), LAYOUTS)
+    return mesh_run.spawn(turn_checks.everything, 2, tmp_path_factory.mktemp("two"), CASES)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=label)
+@pytest.mark.parametrize("layout, dtype", CASES)
 def test_shards_take_turns(two: list[dict[str, Any]], layout: dict[str, int], dtype: str) -> None:
     """Parts of an odd vocabulary too, which FSDP pads; to the bit what models that stay compute."""
     for rank in two:

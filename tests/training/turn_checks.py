@@ -55,14 +55,11 @@ def moves() -> Iterator[Moves]:
         module.move, module.has_memory_of_its_own, module.home_of = real
 
 
-def everything(layouts: list[dict[str, int]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for layout in layouts:
-        mesh = Mesh(Parallelism(**layout))
-        for dtype in (torch.float32, torch.bfloat16):
-            name = f"{mesh_run.label(layout)} {str(dtype).removeprefix('torch.')}"
-            out[name] = compare(mesh, dtype)
-    return out
+def everything(cases: list[tuple[dict[str, int], str]]) -> dict[str, Any]:
+    return {
+        f"{mesh_run.label(layout)} {dtype}": compare(Mesh(Parallelism(**layout)), getattr(torch, dtype))
+        for layout, dtype in cases
+    }
 
 
 def compare(mesh: Mesh, dtype: torch.dtype) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def train(mesh: Mesh, dtype: torch.dtype, turns: Turns) -> dict[str, Any]:
     for engine in (actor, critic):
         turns.add(engine)
     metrics: list[Any] = []
-    for update in range(3):
+    for update in range(2):
         for engine in (critic, actor):
             turns.bring(engine)
             own = engine.outputs(mesh_run.global_batch(update).select(mesh_run.rank_rows(update, mesh)))
