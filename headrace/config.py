@@ -239,6 +239,10 @@ class TrainConfig(Section):
     adam_epsilon: float = key(1e-8, "AdamW epsilon", gt=0)
     max_grad_norm: float | None = key(1.0, "global gradient norm is clipped to this; null: off", gt=0)
     offload_optimizer: bool = key(False, "keep optimizer state in CPU memory between updates")
+    offload_parameters: bool = key(
+        False,
+        "keep a model's weights in CPU memory while stages of other models of its process have the device",
+    )
     max_skipped_updates: int = key(10, "stop after so many non-finite updates in a row", "updates", ge=1)
 
 

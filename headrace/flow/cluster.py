@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from headrace.checkpoint.files import has_size
 from headrace.checkpoint.resume import Checkpoint
 from headrace.cluster.group import Call, WorkerGroup, fetch, fetch_row
 from headrace.cluster.handle import Handle
@@ -191,14 +192,20 @@ class ClusterRuntime(Runtime):
         return {name: partial(self._write, name) for name in self.trained}
 
     def _write(self, name: str, path: Path) -> None:
-        wrong = self.groups[name].call("save_state", arguments={"path": str(path.resolve())}).every_value
-        for cause in wrong:
-            if cause is not None:
-                raise OSError(cause)
+        """All ranks write at the same time, each its own part; over when the last is on the disk."""
+        written = self.groups[name].call("save_state", arguments={"path": str(path.resolve())}).every_value
+        wrong = [f"{part['name']}: {part['wrong']}" for part in written if "wrong" in part]
+        wrong += [
+            f"{part['name']} is not here as a rank wrote it"
+            for part in written
+            if "size" in part and not has_size(path.with_name(part["name"]), part["size"])
+        ]
+        if wrong:
+            raise OSError("; ".join(wrong))
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:
-        file = (checkpoint.path / f"{name}.safetensors").resolve()
-        arguments = {"path": str(file), "numbers": checkpoint.state["roles"][name]}
+        files = [str(file.resolve()) for file in checkpoint.files(name)]
+        arguments = {"paths": files, "numbers": checkpoint.state["roles"][name]}
         self.groups[name].call("load_state", arguments=arguments)
 
     def save_model(self, role: Role, path: Path) -> Path:
