@@ -162,23 +162,23 @@ def test_ranks_say_how_far_they_are_and_break_off(
     """Ranks with the same rows after the same turn, or one would wait in a collective for good; others at once."""
     actor, rollout, _ = groups
     group = actor if apart else rollout
-    # 3 x 500 turns of 20 ms a rank alone, 9 x 500 together: far more than what is waited for here
+    # 3 x 2000 turns of 20 ms a rank alone, 9 x 2000 together: minutes
     handle = group.put(Batch([1] * 9, rows={"row": torch.arange(9)}))
     heard: list[float | None] = []
 
     def report(fraction: float | None) -> bool:
         heard.append(fraction)
-        return len(heard) > 3
+        return len([fraction for fraction in heard if fraction is not None]) > 2
 
     started, sizes = time.monotonic(), cluster.traffic.reply_bytes
-    call = group.start("turns", handle, arguments={"each": 500, "seconds": 0.02, "apart": apart})
+    call = group.start("turns", handle, arguments={"each": 2000, "seconds": 0.02, "apart": apart})
     with pytest.raises(BrokenOff):
         call.result(report)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert cluster.traffic.reply_bytes - sizes < 200
     known = [fraction for fraction in heard if fraction is not None]
     assert known == sorted(known)
-    assert 0 < known[-1] < 0.5
+    assert 0 < known[0] <= known[-1] < 0.5
     ends = [cluster.log_path(r).read_text().splitlines()[-1] for r in group.ranks]
     assert all(f"{group.name}.turns: broken off after turn " in line for line in ends)
     if not apart:
