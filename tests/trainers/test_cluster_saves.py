@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,10 +79,11 @@ def test_the_run_goes_on_without_a_checkpoint_that_does_not_fit(
     assert code == 0, said
     code, said = go(arithmetic, tmp_path / "cut", "2", layout)
     assert code == 0, said
-    assert (
-        "step_2: the checkpoint cannot be written (File too large); the checkpoint before it, step_1, is still good;"
-        " the run goes on without it" in said
-    )
+    assert re.search(
+        r"step_2: the checkpoint cannot be written \((actor-0000[12]-of-00002\.safetensors: File too large(; )?)+\); the"
+        r" checkpoint before it, step_1, is still good; the run goes on without it",
+        said,
+    ), said
     assert "failed: " not in said
     checkpoints = tmp_path / "cut" / "r" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"step_1", "step_3", "latest"}
