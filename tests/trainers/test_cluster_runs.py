@@ -86,7 +86,12 @@ def alone(arithmetic: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 
 @pytest.mark.parametrize(
-    "algorithm, layout", [("grpo", "cluster=cpu_2"), ("ppo", "cluster.parallelism={tp: 2}")]
+    "algorithm, layout",
+    [
+        ("grpo", "cluster=cpu_2"),
+        ("ppo", "cluster.parallelism={tp: 2}"),
+        ("ppo", "cluster.parallelism={sp: 2}"),
+    ],
 )
 def test_two_processes(arithmetic: Path, alone: dict[str, Path], algorithm: str, layout: str) -> None:
     """Ragged responses, shared out unevenly; PPO with several updates and passes a step, a critic and a reference."""
@@ -103,6 +108,12 @@ LAYOUTS = {
     "dp2xtp2": "cluster.parallelism={dp: 2, tp: 2}",
     "zero3x2xtp2": "cluster.parallelism={zero3: 2, tp: 2}",
     "tp2xpp2": "cluster.parallelism={tp: 2, pp: 2}",
+    "sp2": "cluster.parallelism={sp: 2}",
+    "sp4": "cluster.parallelism={sp: 4}",  # twice as many ranks as key/value heads
+    "dp2xsp2": "cluster.parallelism={dp: 2, sp: 2}",
+    "zero3x2xsp2": "cluster.parallelism={zero3: 2, sp: 2}",
+    "sp2xtp2": "cluster.parallelism={sp: 2, tp: 2}",
+    "sp2xpp2": "cluster.parallelism={sp: 2, pp: 2}",
     "dp2xtp2xpp2": "cluster.parallelism={dp: 2, tp: 2, pp: 2}",
     "split": "cluster=cpu_4_split",
     # training, and the other rollout, on devices of their own
@@ -134,7 +145,7 @@ def tied(arithmetic: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3x2", "tp2", "pp2", "tp2xpp2"])
+@pytest.mark.parametrize("layout", ["zero3x2", "tp2", "pp2", "tp2xpp2", "sp2", "zero3x2xsp2"])
 def test_tied_embeddings(arithmetic: Path, tied: Path, layout: str) -> None:
     settings = {**PPO, "model": {"path": str(tied)}}
     one = arithmetic / "runs" / "tied-alone"
