@@ -139,6 +139,11 @@ class Mesh:
         """How many processes (or groups of such) have rows of their own."""
         return self.size("dp_replicate") * self.size("zero3")
 
+    @property
+    def copy(self) -> int:
+        """This process's number among those that hold the same parts of a model: along `dp_replicate` and `sp`."""
+        return self.rank("dp_replicate") * self.size("sp") + self.rank("sp")
+
     def most(self, number: int) -> int:
         """The largest `number` of all data-parallel ranks."""
         if self.device_mesh is None:

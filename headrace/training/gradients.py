@@ -91,6 +91,5 @@ def global_norm(gradients: Mapping[str, Tensor], shards: Shards) -> float:
         counts_here &= shards.stages.get(name, (mesh.rank("pp"),))[0] == mesh.rank("pp")
         # one that is not finite counts wherever it is: all have to hear of it
         total += square if counts_here else torch.where(square.isfinite(), 0.0, square)
-    is_copy = mesh.rank("dp_replicate") + mesh.rank("sp") > 0
-    total = torch.where(total.isfinite() & is_copy, 0.0, total)
+    total = torch.where(total.isfinite() & (mesh.copy > 0), 0.0, total)
     return float(mesh.all_reduce(total, ALL_AXES).sqrt())

@@ -70,6 +70,7 @@ def test_worker_groups_meshes_and_layouts_agree_on_who_holds_what(p: Parallelism
             assert (own.dp_rank, own.tp_rank) == (replica * p.zero3 + part, tp)
             assert rank == first + ((replica * p.zero3 + part) * p.sp + sp) * p.tp + tp
             assert (mesh.data_rank, mesh.data_size) == (own.dp_rank, p.dp)
+            assert mesh.copy == replica * p.sp + sp
             slices = mesh.group("sp")
             if slices is not None:
                 assert dist.get_process_group_ranks(slices) == [rank + (i - sp) * p.tp for i in range(p.sp)]
