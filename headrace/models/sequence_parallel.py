@@ -54,9 +54,11 @@ class PackSlice:
         """For a pass over this slice; the arguments are PackedAttention's, for the whole pack."""
         if self._group is None:
             return PackedAttention(lengths, device, expand=expand)
-        if self._empty and expand is not None:
-            expand = torch.cat([expand, torch.arange(self.tokens, self.tokens + self._empty)])
-        return SlicedAttention(PackedAttention([*lengths, self._empty], device, expand=expand), self._group)
+        if self._empty:
+            lengths = [*lengths, self._empty]
+            if expand is not None:
+                expand = torch.cat([expand, torch.arange(self.tokens, self.tokens + self._empty)])
+        return SlicedAttention(PackedAttention(lengths, device, expand=expand), self._group)
 
     def join(self, own: Tensor) -> Tensor:
         """own [P, H] → [C, H] of all ranks, without gradients."""

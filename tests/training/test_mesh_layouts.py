@@ -161,6 +161,12 @@ def test_rows_alone_in_their_micro_batch(two) -> None:
             torch.testing.assert_close(rank["rows"]["tensors"][name], value, atol=TOLERANCE, rtol=0)
 
 
+def test_sp_halves_what_the_backward_pass_needs(two) -> None:
+    whole = mesh_checks.kept_bytes(Mesh())
+    for rank in two:
+        assert 0.45 * whole < rank["kept_bytes"] < 0.55 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR, ids=label)
 @pytest.mark.parametrize("case", FOUR_CASES, ids=name_of)
