@@ -36,7 +36,8 @@ class RunConfig(Section):
     tensorboard: bool = key(True, "write TensorBoard event files")
     samples_per_step: int = key(4, "responses written to samples.jsonl each step", "samples", ge=0)
     progress: Literal["auto", "live", "plain", "off"] = key(
-        "auto", "live: a display that redraws; plain: one line a step; auto: live on a terminal, else plain"
+        "auto",
+        "live: a display that redraws; plain: one line a step, more in long ones; auto: live on a terminal, else plain",
     )
     save_final: bool = key(True, "save the trained model as a Hugging Face folder at the end")
     resume: bool = key(False, "continue the run in run.dir/run.name from its latest checkpoint")
@@ -147,6 +148,10 @@ class RolloutConfig(Section):
     kv_cache_tokens: int | None = key(
         None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
     )
+    cuda_graphs: bool = key(
+        True,
+        "on CUDA in half precision, replay recorded decode steps; costs some memory and saves most of the time",
+    )
     staleness: int = key(
         0,
         "0: a step's rollout has the weights after the step before; 1: it is made while that step trains, with the"
@@ -234,6 +239,10 @@ class TrainConfig(Section):
     adam_epsilon: float = key(1e-8, "AdamW epsilon", gt=0)
     max_grad_norm: float | None = key(1.0, "global gradient norm is clipped to this; null: off", gt=0)
     offload_optimizer: bool = key(False, "keep optimizer state in CPU memory between updates")
+    offload_parameters: bool = key(
+        False,
+        "keep a model's weights in CPU memory while stages of other models of its process have the device",
+    )
     max_skipped_updates: int = key(10, "stop after so many non-finite updates in a row", "updates", ge=1)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -16,7 +16,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headrace.training.gathered import GatheredTensors
+from headrace.training.slices import Slice, SlicedTensors
 
+SLICES = "slices"
+"""What of a file's metadata says which of its tensors are slices."""
 _CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -26,48 +29,46 @@ _CODES = {
 }
 
 
-def write_tensors(path: Path | None, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     """Writes a safetensors file and waits until it is on the disk.
 
-    One tensor at a time is copied to the CPU, so that a save needs no second copy of the model in memory.
-    Where asking for a tensor takes several processes (training/gathered.py) all call, and those without a `path` only
-    ask, in the same order. Raises OSError on a full disk.
+    Of tensors that several processes have together it has what this one owns (training/gathered.py): where that is a
+    slice, the file's metadata `slices` say of which tensor (`{name: {"start": …, "of": shape}}`, JSON). One tensor at a
+    time is copied to the CPU, so that a save needs no second copy of the model in memory, and no process waits for
+    another. Raises OSError on a full disk.
     """
-    values = iter(tensors.values())
-    try:
-        if path is not None:
-            _write(path, _header(tensors), values)
-    finally:
-        # the others wait until this process has asked for every tensor, also where its disk is full
-        for _ in values:
-            pass
-
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    kinds = (
-        tensors.kinds
-        if isinstance(tensors, GatheredTensors)
-        else {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    )
-    header: dict[str, object] = {}
-    end = 0
-    for name, (shape, dtype) in kinds.items():
-        start, end = end, end + shape.numel() * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
-
-
-def _write(path: Path, header: bytes, values: Iterator[Tensor]) -> None:
+    if isinstance(tensors, GatheredTensors):
+        slices = tensors.owned()
+    else:
+        slices = {name: Slice.all_of(tensor) for name, tensor in tensors.items()}
     with path.open("wb") as file:
+        header = _header(slices)
         file.write(len(header).to_bytes(8, "little") + header)
-        for tensor in values:
-            flat = tensor.detach().cpu().contiguous().reshape(-1)
+        for own in slices.values():
+            flat = own.tensor.detach().cpu().contiguous().reshape(-1)
             file.write(flat.view(torch.uint8).numpy().data)
         sync(file.fileno())
 
 
-class TensorFile(Mapping[str, Tensor]):
+def _header(slices: Mapping[str, Slice]) -> bytes:
+    header: dict[str, object] = {}
+    cut = {
+        name: {"start": list(own.start), "of": list(own.whole)}
+        for name, own in slices.items()
+        if not own.is_whole
+    }
+    if cut:
+        header["__metadata__"] = {SLICES: json.dumps(cut, separators=(",", ":"))}
+    end = 0
+    for name, own in slices.items():
+        start, end = end, end + own.tensor.nbytes
+        shape = list(own.tensor.shape)
+        header[name] = {"dtype": _CODES[own.tensor.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+class TensorFile(SlicedTensors):
     """The tensors of a safetensors file, each read when it is asked for; a context manager.
 
     Raises OSError or SafetensorError for a file that is not whole.
@@ -76,6 +77,7 @@ class TensorFile(Mapping[str, Tensor]):
     def __init__(self, path: Path) -> None:
         self._file = safe_open(path, framework="pt", device="cpu")
         self._names = list(self._file.keys())
+        self.metadata: dict[str, str] = self._file.metadata() or {}
 
     def __getitem__(self, name: str) -> Tensor:
         try:
@@ -83,6 +85,18 @@ class TensorFile(Mapping[str, Tensor]):
         except SafetensorError as error:
             raise KeyError(name) from error
         return tensor
+
+    def shape(self, name: str) -> torch.Size:
+        return torch.Size(self._file.get_slice(name).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        code = self._file.get_slice(name).get_dtype()
+        return next(dtype for dtype, own in _CODES.items() if own == code)
+
+    def read(self, name: str, ranges: Sequence[range]) -> Tensor:
+        """What is within `ranges`, one for each dimension, and nothing else."""
+        part: Tensor = self._file.get_slice(name)[tuple(slice(own.start, own.stop) for own in ranges)]
+        return part
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -114,6 +128,11 @@ def write_text(path: Path, text: str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def has_size(path: Path, size: int) -> bool:
+    """Whether it is a file of so many bytes."""
+    return path.is_file() and path.stat().st_size == size
 
 
 def sync(descriptor: int) -> None:

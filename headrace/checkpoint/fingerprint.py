@@ -31,6 +31,7 @@ FREE = frozenset(
         "train.tokens_per_microbatch",
         "train.microbatches_per_update",
         "train.offload_optimizer",
+        "train.offload_parameters",
         "train.max_skipped_updates",
     }
 )

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from headrace.checkpoint.files import TensorFile
-from headrace.checkpoint.save import FORMAT, STATE, CheckpointStore
+from headrace.checkpoint.parts import TensorParts, part_names
+from headrace.checkpoint.save import FORMAT, FORMATS, STATE, CheckpointStore
 from headrace.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -25,9 +23,16 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
 
-    def tensors(self, role: str) -> TensorFile:
+    def files(self, role: str) -> list[Path]:
+        """The files that have the tensors of a trained role. Raises ConfigError where there are none."""
+        names = part_names(self.state["sizes"]).get(role)
+        if names is None:
+            raise ConfigError(f"{self.path}: the checkpoint is damaged (no file of the {role} is in it)")
+        return [self.path / name for name in names]
+
+    def tensors(self, role: str) -> TensorParts:
         """The tensors of a trained role, to be used in a `with`."""
-        return TensorFile(self.path / f"{role}.safetensors")
+        return TensorParts(self.files(role))
 
 
 def find_checkpoint(store: CheckpointStore) -> Checkpoint:
@@ -75,16 +80,19 @@ def read_checkpoint(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / STATE).read_text(encoding="utf-8"))
         written = state["format"]
-        if written != FORMAT:
+        if written not in FORMATS:
             raise ConfigError(
-                f"{path}: the checkpoint is of format {written}; this version of headrace reads format {FORMAT}"
+                f"{path}: the checkpoint is of format {written}; this version of headrace reads formats up to {FORMAT}"
             )
         for name, size in state["sizes"].items():
+            if not (path / name).is_file():
+                raise ConfigError(f"{path}: the checkpoint is damaged ({name} is missing)")
             if (path / name).stat().st_size != size:
                 raise ConfigError(f"{path}: the checkpoint is damaged ({name} is not {size} bytes long)")
-            with TensorFile(path / name):
+        for names in part_names(state["sizes"]).values():
+            with TensorParts([path / name for name in names]):
                 pass
         return Checkpoint(path, int(state["step"]), state)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}: the checkpoint is damaged ({what})") from error

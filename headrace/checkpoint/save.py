@@ -1,7 +1,8 @@
 """Where checkpoints lie, how one is written whole or not at all, and which are kept.
 
-`checkpoints/step_N/` with `state.json` and one safetensors file a trained role; `latest` and `best` are small files
-that hold the name of one. A checkpoint is written under a hidden name, synced and renamed; `latest` is written last.
+`checkpoints/step_N/` with `state.json` and the safetensors files of each trained role (parts.py); `latest` and `best` are
+small files that hold the name of one. A checkpoint is written under a hidden name, synced and renamed; `latest` is
+written last.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from headrace.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, FORMAT)
+"""Those that can be read; in the first a role has one file, with whole tensors."""
 STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 _REPLACED = ".replaced-"  # a checkpoint that another of the same step is just taking the place of
@@ -78,7 +81,8 @@ class CheckpointStore:
     ) -> Path:
         """Writes checkpoint `step_<step>`, then `latest` and `best`, then deletes those that are not kept.
 
-        `state` is for JSON; `writers` maps a role to what writes its file; `best` is the step of the best evaluation.
+        `state` is for JSON; `writers` maps a role to what writes its file, or its parts beside it, and returns when they
+        are on the disk; `best` is the step of the best evaluation.
         Raises RunError naming path and cause when it cannot be written; earlier checkpoints and `latest` stay.
         """
         target = self.folder / f"step_{step}"
@@ -108,11 +112,9 @@ class CheckpointStore:
     def _fill(
         self, folder: Path, state: Mapping[str, Any], writers: Mapping[str, Callable[[Path], None]]
     ) -> None:
-        sizes = {}
         for role, write in writers.items():
-            file = folder / f"{role}.safetensors"
-            write(file)
-            sizes[file.name] = file.stat().st_size
+            write(folder / f"{role}.safetensors")
+        sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))}
         text = json.dumps({"format": FORMAT, **state, "sizes": sizes}, indent=1)
         write_text(folder / STATE, text + "\n")
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 
-from headrace.checkpoint.files import TensorFile
 from headrace.checkpoint.fingerprint import weights_hash
 from headrace.checkpoint.resume import Checkpoint, read_checkpoint, require_members
 from headrace.checkpoint.save import STATE, CheckpointStore
@@ -137,11 +136,11 @@ class TrainedPolicy:
 
     @torch.no_grad()
     def _fill(self, model: CausalLM, dtype: torch.dtype, masters: bool) -> None:
-        path = self.checkpoint.path / f"{ROLE}.safetensors"
+        path = self.checkpoint.path
         parameters = model.trained_parameters()
         try:
             with ExitStack() as files:
-                saved: TensorFile = files.enter_context(self.checkpoint.tensors(ROLE))
+                saved = files.enter_context(self.checkpoint.tensors(ROLE))
                 names = {name.removeprefix(WEIGHT) for name in saved if name.startswith(WEIGHT)}
                 odd = sorted(names ^ parameters.keys())
                 for name in names & parameters.keys():
@@ -150,7 +149,7 @@ class TrainedPolicy:
                         odd.append(name)
                     else:
                         parameter.data = value.float() if masters else value.to(dtype)
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ConfigError(f"{KEY}: {path} cannot be read ({error})") from error
         if odd:
             raise ConfigError(

@@ -12,7 +12,9 @@ import torch
 
 from headrace.cluster.handle import Handle, Kind, RowLayout, Stored, new_number
 from headrace.cluster.placement import Parallelism
+from headrace.cluster.pulse import BrokenOff
 from headrace.cluster.shares import share_out
+from headrace.cluster.watch import Report, Watch
 from headrace.cluster.wire import Message, plain_bytes, plain_value
 from headrace.cluster.worker import Shard, put_message, read_shard
 from headrace.cluster.workers import Executor, Pending
@@ -109,6 +111,7 @@ class WorkerGroup:
             "object": self.name,
             "method": method,
             "arguments": dict(arguments or {}),
+            "number": number,
             "output": f"{self.name}.{method}/{number}",
             "drop": self.executor.take_dropped(self.group),
         }
@@ -141,7 +144,9 @@ class WorkerGroup:
         traffic.calls += 1
         traffic.order_bytes += sent
         pending = self.executor.submit(orders, what, timeout_s)
-        return Call(self, order["output"], handle, taken, layout, pending, sent, time.perf_counter() - began)
+        return Call(
+            self, number, order["output"], handle, taken, layout, pending, sent, time.perf_counter() - began
+        )
 
     def _fits(self, taken: Handle, together: str | None, balance: bool) -> RowLayout | None:
         """The layout that all columns have, if the rows can stay as they are."""
@@ -223,6 +228,7 @@ class Call:
     """A call that is under way. Holds on to its rows, so that no worker drops them too early."""
 
     group: WorkerGroup
+    number: int
     output: str
     handle: Handle | None
     taken: Handle | None
@@ -231,13 +237,20 @@ class Call:
     sent_bytes: int
     controller_s: float
 
-    def result(self) -> Result:
-        """Waits. Raises WorkerError naming the rank, host, method and cause (in-process: what was raised)."""
-        raw = self.pending.result()
+    def result(self, report: Report | None = None) -> Result:
+        """Waits. `report` hears about once a second how much is over, and says whether to break off.
+
+        Raises WorkerError naming the rank, host, method and cause (in-process: what was raised), and BrokenOff where
+        `report` had that done before all ranks were through.
+        """
+        raw = self.pending.result(None if report is None else self._watch(report))
         began = time.perf_counter()
         received = sum(map(len, raw.values()))
         self.group.executor.traffic.reply_bytes += received
         replies = {rank: plain_value(data) for rank, data in raw.items()}
+        if any("broken_off" in reply for reply in replies.values()):
+            self.group.executor.drop(self.group.group, self.output)
+            raise BrokenOff
         own = [replies[rank] for rank in self.group.owners]
         handle = self._moved(own)
         written: tuple[str, ...] = ()
@@ -257,6 +270,14 @@ class Call:
             self.sent_bytes + received,
             kinds is not None and bool(own[0]["new_rows"]),
         )
+
+    def _watch(self, report: Report) -> Watch:
+        """Ranks with the same rows take turns together."""
+        group = self.group
+        turns: list[list[int]] = [[] for _ in range(group.parallelism.dp)]
+        for i, rank in enumerate(group.ranks):
+            turns[group.parallelism.coordinates(i)[0]].append(rank)
+        return Watch(self.number, turns, group.owners, report)
 
     def _moved(self, own: Sequence[Mapping[str, Any]]) -> Handle | None:
         """The rows as they were given, those columns that moved at their new place."""

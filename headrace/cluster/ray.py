@@ -24,6 +24,7 @@ from headrace.cluster.placement import Placement
 from headrace.cluster.ray_cluster import (
     allowed_environment,
     join_in_time,
+    let_ray_print,
     object_store_bytes,
     one_start_at_a_time,
     private_environment,
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 START_S = 120.0
 """Longest wait for the processes of all ranks to be there."""
+SHOWN_HOSTS = 8
 NOTICE_S = 10.0
 """After so long the wait for devices is worth a line."""
 
@@ -98,6 +100,7 @@ class RayExecutor(Executor):
 
         if ray.is_initialized():
             raise RunError("Ray is in use in this process already; end that (ray.shutdown()) before a run")
+        let_ray_print(False)  # what its messages are about, our errors say by rank and stage
         passed = allowed_environment(os.environ)
         if not self.placement.communication.rdma_enabled:
             passed["NCCL_IB_DISABLE"] = "1"
@@ -109,6 +112,7 @@ class RayExecutor(Executor):
             "runtime_env": {"env_vars": passed},
         }
         if address:
+            logger.info("joining the Ray cluster at %s", address)
             require_answer(address)
             try:
                 ray.init(address=address, **common)
@@ -118,6 +122,7 @@ class RayExecutor(Executor):
                 ) from error
             self._connected = True
             return
+        logger.info("starting Ray on this host, for %d processes", self.placement.world)
         common["runtime_env"]["env_vars"] |= {
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"
         }
@@ -204,6 +209,7 @@ class RayExecutor(Executor):
             self._actors[seat.rank] = rank_class.options(**options).remote(plain_bytes(setup, "a setup"))
         if self._sweeper is not None:
             self._sweeper.watch()
+        logger.info("waiting for the processes, each of which loads torch")
         problems = self._get([a.arrive.remote() for a in self._actors.values()], deadline, "start")
         mark.unlink()
         if any(problems):
@@ -211,6 +217,9 @@ class RayExecutor(Executor):
         store = self._get([self._actors[0].open_store.remote()], deadline, "start")[0]
         joins = [actor.join.remote(*store) for actor in self._actors.values()]
         self.hosts = dict(zip(self._actors, self._get(joins, deadline, "join"), strict=True))
+        hosts = list(dict.fromkeys(self.hosts.values()))
+        shown = ", ".join(hosts) if len(hosts) <= SHOWN_HOSTS else f"{len(hosts)} hosts"
+        logger.info("%d processes have joined, on %s", p.world, shown)
         if self._sweeper is not None:
             self._sweeper.watch()
 
@@ -237,6 +246,7 @@ class RayExecutor(Executor):
         """Open files stay open under their new name, so the ranks need not know."""
         if self.placement.logging.save_dir is None and self.logs != folder.resolve():
             self.logs = self.logs.rename(folder.resolve())
+        logger.info("each process has a log in %s", self.logs)
 
     def log_path(self, rank: int) -> Path:
         seat = self.placement.seats[rank]
@@ -259,12 +269,20 @@ class RayExecutor(Executor):
             self._actors[rank].serve.options(concurrency_group="rows").remote(topic, to_wire(message))
             for rank, topic, message in requests
         ]
-        try:
-            return [from_wire(wire) for wire in ray.get(refs, timeout=self.timeout_s)]
-        except ray.exceptions.RayError as error:
-            raise self.fail(
-                WorkerError(f"rows could not be read from the workers: {one_sentence(error)}")
-            ) from error
+        deadline = time.monotonic() + self.timeout_s
+        replies: list[Message] = []
+        for ref, (rank, _, _) in zip(refs, requests, strict=True):
+            try:
+                replies.append(from_wire(ray.get(ref, timeout=max(1.0, deadline - time.monotonic()))))
+            except ray.exceptions.GetTimeoutError as error:
+                failure = Failure(rank, f"it did not hand them over within {self.timeout_s:g} s", 0.0)
+                raise self._blame("reading rows from the workers", failure) from error
+            except ray.exceptions.RayError as error:
+                died = isinstance(error, ray.exceptions.ActorDiedError)
+                cause = "its process died" if died else "it did not hand them over"
+                failure = Failure(rank, f"{cause} ({one_sentence(error)})", 0.0)
+                raise self._blame("reading rows from the workers", failure) from error
+        return replies
 
     def _require_alive(self) -> None:
         if self.failed is not None:
@@ -316,6 +334,7 @@ class RayExecutor(Executor):
             self._group = None
             ray.shutdown()
             self._connected = False
+        let_ray_print(True)
         if self._sweeper is not None:
             self._sweeper.dismiss()
             self._sweeper = None

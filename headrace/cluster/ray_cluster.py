@@ -95,6 +95,17 @@ def require_answer(address: str) -> None:
         raise ConfigError(f"RAY_ADDRESS: no Ray cluster answers at '{address}'{taken_as}: {error}") from error
 
 
+def let_ray_print(yes: bool) -> None:
+    """Whether Ray may write to stdout, as it does in a few hundred words when a process of its cluster dies.
+
+    The switch is Ray's own, and not a public one: where a version has none, Ray prints.
+    """
+    with contextlib.suppress(ImportError):
+        import ray._private.worker as worker
+
+        worker._worker_logs_enabled = yes
+
+
 def object_store_bytes() -> int:
     """Ray's shared memory only carries rows on their way: a tenth of what is free, within bounds."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()

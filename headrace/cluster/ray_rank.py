@@ -37,7 +37,7 @@ def from_wire(wire: Wire) -> Message:
 
 
 class RankProcess:
-    """What the controller's Ray actor is. Orders run on one thread; `serve`, `plan` and `where` on others."""
+    """What the controller's Ray actor is. Orders run on one thread; `serve`, `plan`, `where`, `pulse` … on others."""
 
     def __init__(self, setup: bytes) -> None:
         """`setup`: the rank's place in the cluster as JSON (see RayExecutor)."""
@@ -156,6 +156,19 @@ class RankProcess:
         """What the thread of the orders is doing, for the controller to find a rank that hangs."""
         doing = None if self.worker is None else self.worker.current
         return plain_bytes(position(self.thread, doing), "a position")
+
+    def pulse(self, call: int) -> bytes:
+        """How far the rank is with a call (Pulse.read)."""
+        return plain_bytes({} if self.worker is None else self.worker.site.pulse.read(call), "a pulse")
+
+    def hold(self, call: int) -> int:
+        """See Pulse."""
+        return 0 if self.worker is None else self.worker.site.pulse.hold(call)
+
+    def leave_at(self, call: int, point: int | None) -> None:
+        """See Pulse."""
+        if self.worker is not None:
+            self.worker.site.pulse.leave_at(call, point)
 
     def leave(self) -> None:
         """Lets go of the process groups, and of what they hold in shared memory."""

@@ -6,10 +6,11 @@ The controller's orders and the replies are JSON; rows come from other workers a
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,11 +18,14 @@ import torch
 from torch import Tensor
 
 from headrace.cluster.placement import Parallelism
+from headrace.cluster.pulse import BrokenOff, Pulse
 from headrace.cluster.shares import Source, child_keys, rank_keys, share_out, sources
 from headrace.cluster.wire import Column, Message, pack_columns, plain_bytes, plain_value, unpack_columns
 from headrace.config_import import import_source
 from headrace.data.batch import Batch
 from headrace.errors import ConfigError, RunError
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUE_BYTES = 64 * 1024
 """Largest plain result of a call: metrics fit, rows do not, so none can slip through the controller."""
@@ -44,6 +48,8 @@ class Site:
     device: str
     parallelism: Parallelism = field(default_factory=Parallelism)
     process_group: Any = None
+    pulse: Pulse = field(default_factory=Pulse, compare=False, repr=False)
+    """Where the rank says how far it is, and hears that it is to break off."""
 
     @property
     def dp_rank(self) -> int:
@@ -132,11 +138,7 @@ class Worker:
 
     def _create(self, order: Mapping[str, Any]) -> dict[str, Any]:
         factory = load_factory(order["factory"])
-        parallelism = Parallelism(**order["parallelism"])
-        s = self.site
-        site = Site(
-            s.rank, s.world, s.group, s.group_rank, s.ranks, s.host, s.device, parallelism, s.process_group
-        )
+        site = replace(self.site, parallelism=Parallelism(**order["parallelism"]))
         self._objects[order["object"]] = (factory(site, **order["arguments"]), site)
         return {}
 
@@ -150,10 +152,17 @@ class Worker:
         self._moved_bytes = 0
         taken = self._input(order, site)
         began, started = time.time(), time.perf_counter()
-        if taken is None:
-            returned = method(**order["arguments"])
-        else:
-            returned = method(taken.batch(order["input"]["kinds"]), **order["arguments"])
+        site.pulse.begin(order["number"], 0 if taken is None else len(taken.lengths))
+        try:
+            if taken is None:
+                returned = method(**order["arguments"])
+            else:
+                returned = method(taken.batch(order["input"]["kinds"]), **order["arguments"])
+        except BrokenOff as error:
+            logger.info("%s: %s", order["what"], error)
+            return {"broken_off": True}
+        finally:
+            site.pulse.end()
         seconds = time.perf_counter() - started
         outcome = _outcome(returned, taken is not None)
         reply: dict[str, Any] = {

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from headrace.cluster.placement import Placement
+from headrace.cluster.watch import Watch
 from headrace.cluster.wire import Message
 from headrace.errors import ConfigError
 
@@ -47,8 +48,12 @@ class Traffic:
 class Pending(Protocol):
     """Orders that are being carried out."""
 
-    def result(self) -> Mapping[int, bytes]:
-        """Waits for all; the reply of each rank. Raises WorkerError for the first that failed, by name."""
+    def result(self, watch: Watch | None = None) -> Mapping[int, bytes]:
+        """Waits for all; the reply of each rank. Raises WorkerError for the first that failed, by name.
+
+        `watch` hears how far ranks are, and they are told to break off when it says so: the reply of those that did is
+        `{"broken_off": true}`.
+        """
 
 
 class Executor(ABC):

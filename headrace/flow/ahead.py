@@ -51,7 +51,7 @@ class StepRollout:
         loader: Loader,
         context: StageContext,
         progress: Progress,
-        guard: InterruptGuard,
+        guard: InterruptGuard | None,
     ) -> StepRollout:
         """Draws the prompts and begins; in one process it is then over."""
         made = cls(loader.state_dict(), context)
@@ -110,7 +110,10 @@ class Ahead:
         if not late:
             context.times += own.context.times
         if context.step < context.total_steps:
-            self.next = self._begun(context, context.step + 1, progress, guard)
+            guard.check()
+            # one that goes on beside the training stages is not broken off: the next checkpoint has its rows
+            stop = guard if self.runtime.in_turn else None
+            self.next = self._begun(context, context.step + 1, progress, stop)
         else:
             self.next = None
         return rows
@@ -147,7 +150,7 @@ class Ahead:
         return {f"{i:03}": torch.from_numpy(part.copy()) for i, part in enumerate(parts)}
 
     def _begun(
-        self, context: StageContext, step: int, progress: Progress, guard: InterruptGuard
+        self, context: StageContext, step: int, progress: Progress, guard: InterruptGuard | None
     ) -> StepRollout:
         own = replace(context, step=step, metrics=MetricSums(), times=[])
         return StepRollout.begun(self.runtime, self.head, self.loader, own, progress, guard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,16 +15,19 @@ from typing import Any
 
 import torch
 
+from headrace.checkpoint.files import has_size
 from headrace.checkpoint.resume import Checkpoint
 from headrace.cluster.group import Call, WorkerGroup, fetch, fetch_row
 from headrace.cluster.handle import Handle
 from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_violations
+from headrace.cluster.pulse import BrokenOff
 from headrace.cluster.workers import Executor
 from headrace.config import Config
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError, WorkerError
+from headrace.errors import ConfigError, RunError, WorkerError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.graph import Stage
+from headrace.flow.interrupt import Interrupted
 from headrace.flow.memory_ranks import LEAST, estimate_cluster
 from headrace.flow.prepare import updates_of
 from headrace.flow.remote import check_functions, describe_function, describe_role, loaded_problems
@@ -37,6 +41,8 @@ from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
 from headrace.roles.role import LanguageModelRole, Role
 from headrace.stages import StageContext
+
+logger = logging.getLogger(__name__)
 
 WORKER = "headrace.roles.worker:RoleWorker"
 GROUP = "group_id"
@@ -74,6 +80,7 @@ class ClusterRuntime(Runtime):
                 "total_updates": updates_of(flow, role, total_steps),
             }
             description = describe_role(role, flow.config, **preparation)
+            logger.info("loading the %s in %d processes", name, len(group.ranks))
             group.create(WORKER, **description)
             self.groups[name] = group
             places = self.executor.placement.roles
@@ -185,18 +192,28 @@ class ClusterRuntime(Runtime):
         return {name: partial(self._write, name) for name in self.trained}
 
     def _write(self, name: str, path: Path) -> None:
-        wrong = self.groups[name].call("save_state", arguments={"path": str(path.resolve())}).every_value
-        for cause in wrong:
-            if cause is not None:
-                raise OSError(cause)
+        """All ranks write at the same time, each its own part; over when the last is on the disk."""
+        written = self.groups[name].call("save_state", arguments={"path": str(path.resolve())}).every_value
+        wrong = [f"{part['name']}: {part['wrong']}" for part in written if "wrong" in part]
+        wrong += [
+            f"{part['name']} is not here as a rank wrote it"
+            for part in written
+            if "size" in part and not has_size(path.with_name(part["name"]), part["size"])
+        ]
+        if wrong:
+            raise OSError("; ".join(wrong))
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:
-        file = (checkpoint.path / f"{name}.safetensors").resolve()
-        arguments = {"path": str(file), "numbers": checkpoint.state["roles"][name]}
+        files = [str(file.resolve()) for file in checkpoint.files(name)]
+        arguments = {"paths": files, "numbers": checkpoint.state["roles"][name]}
         self.groups[name].call("load_state", arguments=arguments)
 
     def save_model(self, role: Role, path: Path) -> Path:
-        self.groups[self._names[id(role)]].call("save_model", arguments={"path": str(path.resolve())})
+        group = self.groups[self._names[id(role)]]
+        wrong = group.call("save_model", arguments={"path": str(path.resolve())}).every_value
+        for cause in wrong:
+            if cause is not None:
+                raise RunError(cause)
         role.trained_at = path.resolve()
         return path
 
@@ -213,7 +230,12 @@ class _Remote:
     span: tuple[str, float, float] = ("", 0.0, 0.0)
 
     def finish(self, rows: Rows) -> Rows:
-        result = self.call.result()
+        try:
+            result = self.call.result(self._report)
+        except BrokenOff:
+            if self.rollout is not None:
+                self.rollout.generated()
+            raise Interrupted from None
         ends = [began + seconds for began, seconds in zip(result.began, result.seconds, strict=True)]
         self.span = (self.call.group.group, min(result.began), max(ends))
         m = self.context.metrics
@@ -230,6 +252,16 @@ class _Remote:
         if result.new_rows:
             return self.runtime.settle(made, m)
         return _handle(rows).merged(made, result.written)
+
+    def _report(self, fraction: float | None) -> bool:
+        """Shows how far the workers are. Returns whether they are to stop, where the stage may be dropped half-way."""
+        if fraction is None and not self.stage.spec.makes_rows:
+            return False
+        try:
+            self.context.on_progress(fraction or 0.0)
+        except Interrupted:
+            return True
+        return False
 
 
 def _plain_context(context: StageContext) -> dict[str, Any]:

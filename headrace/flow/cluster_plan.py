@@ -70,6 +70,8 @@ class ClusterPlan:
     edges: list[Edge]
     together: list[tuple[str, ...]]
     """Largest sets of stages that may run at the same time."""
+    beside_next_rollout: tuple[str, ...]
+    """The stages beside which the rollout of the next step is made (rollout.staleness)."""
     weights: WeightSync | None
     memory: ClusterMemory
 
@@ -84,6 +86,7 @@ def plan_cluster(flow: CheckedFlow, load_of: LoadOf, limits: RowLimits) -> Clust
         stages,
         edges_of(flow, limits),
         _cliques({s.name: set(s.beside) for s in stages}),
+        _beside_next_rollout(flow, stages),
         _weights(flow),
         memory,
     )
@@ -159,6 +162,13 @@ def _microbatches(flow: CheckedFlow, stage: Stage, place: RolePlacement, load_of
         rows = load.prompts_at_once * config.rollout.samples_per_prompt
     tokens = tokens_at_once(config, replace(load, rows_per_update=rows), flow.placement.device)
     return max(1, -(-rows * load.longest // tokens))
+
+
+def _beside_next_rollout(flow: CheckedFlow, stages: list[StagePlan]) -> tuple[str, ...]:
+    if not flow.config.rollout.staleness:
+        return ()
+    group = next(place_of(flow, s).group for s in flow.stages if s.spec.makes_rows)
+    return tuple(s.name for s in stages if s.place.group != group)
 
 
 def _cliques(beside: dict[str, set[str]]) -> list[tuple[str, ...]]:

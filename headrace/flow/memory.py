@@ -25,6 +25,7 @@ from headrace.flow.memory_terms import (
     add_weights,
     rollout_parts,
     sizes_of,
+    weights_in_turn,
 )
 from headrace.flow.source import PreparedData
 from headrace.models.hf import resolve_device, resolve_dtype
@@ -93,11 +94,13 @@ def estimate_memory(flow: CheckedFlow, load: Load) -> Estimate:
         add_weights(estimate, role, sizes, width)
         if flow.trains(role):
             add_training(estimate, config, role, sizes, width, load)
-    weights = sum(part.bytes for part in estimate.always)
+    turns = weights_in_turn(estimate, config, models)
+    own = turns.get("actor", [])
+    weights = sum(part.bytes for part in [*estimate.always, *own])
     generator = next((s.shape for role, s in models.items() if role.name == "actor"), None)
     if generator is not None and load.rows_at_once:
         room = max(0, estimate.free - weights)
-        estimate.phases["rollout"] = rollout_parts(config, generator, width, load, room)
+        estimate.phases["rollout"] = own + rollout_parts(config, generator, width, load, room)
     estimate.always.append(Part(LIBRARIES, LIBRARY_BYTES[device.type]))
     return estimate
 

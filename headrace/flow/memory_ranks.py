@@ -30,6 +30,7 @@ from headrace.flow.memory_terms import (
     rollout_parts,
     sizes_of,
     tokens_at_once,
+    weights_in_turn,
 )
 from headrace.models.hf import resolve_dtype
 from headrace.models.inventory import Inventory, Place, read_inventory
@@ -216,19 +217,22 @@ def _rank(
     width = resolve_dtype(config.model.dtype, device).itemsize
     name = "each GPU" if memory.kind == "cuda" else "this machine"
     estimate = Estimate(name, memory.total or 0, memory.free or 0, memory.kind)
+    held: dict[Role, Sizes] = {}
     for role, place in here.items():
         model, p = models[role], place.parallelism
         load = load_of(p.dp)
         budget = tokens_at_once(config, load, memory.kind)
         micros = max(1, -(-load.rows_per_update * load.longest // budget))
         sizes = rank_sizes(model.sizes, model.inventory, p, rank, width, micros)
+        held[role] = sizes
         add_weights(estimate, role, sizes, width)
         if model.trains:
             add_training(estimate, config, role, sizes, width, load)
         elif sizes.cut is not None and sizes.cut.gathered:
             estimate.phases[f"{role.name} pass"] = [gathered_part(sizes.cut, width)]
+    turns = weights_in_turn(estimate, config, held)
     if rollout is not None:
-        _add_rollout(flow, rank, estimate, rollout, models, load_of, width)
+        _add_rollout(flow, rank, estimate, rollout, models, load_of, width, turns.get("actor", []))
     estimate.always.append(Part(LIBRARIES, LIBRARY_BYTES[memory.kind]))
     return estimate
 
@@ -241,8 +245,10 @@ def _add_rollout(
     models: dict[Role, _Model],
     load_of: LoadOf,
     width: int,
+    in_turn: list[Part],
 ) -> None:
-    """The KV cache and one pass; and weights, where the actor's own do not lie as generation needs them.
+    """The KV cache and one pass; the actor's weights `in_turn`; and weights, where these do not lie as generation needs
+    them.
 
     Beside the actor that trains they are there only while it generates, and what of them it has in one piece is used
     where it lies (training/weight_sync.py).
@@ -254,7 +260,7 @@ def _add_rollout(
     p = rollout.parallelism
     sizes = rank_sizes(model.sizes, model.inventory, replace(p, zero3=1), rank, width, 1)
     actor = flow.placement.roles["actor"]
-    own: list[Part] = []
+    own = list(in_turn)
     if actor.group != rollout.group:
         estimate.always.append(Part("rollout weights", sizes.base * width, WITHOUT["actor"]))
     elif not shares_weights(flow):
@@ -265,8 +271,8 @@ def _add_rollout(
             missing = model.inventory.missing(
                 coordinates(actor.parallelism, rank), coordinates(rollout.parallelism, rank)
             )
-        own = [Part("rollout weights", missing * width, WITHOUT["actor"])]
-    weights = sum(part.bytes for part in estimate.always)
+        own.append(Part("rollout weights", missing * width, WITHOUT["actor"]))
+    weights = sum(part.bytes for part in [*estimate.always, *in_turn])
     room = max(0, estimate.free - weights) if estimate.total else 1 << 60
     # a draw is made from whole logits on every tp rank
     shape = replace(sizes.shape, vocab=model.sizes.shape.vocab)

@@ -5,6 +5,7 @@ docs/report.md has the formulas. The device may be the only one, or that of one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from headrace.config import Config
@@ -19,7 +20,12 @@ from headrace.training.torch_engine import CPU_TOKENS, LOGIT_CHUNK_BYTES
 
 LIBRARIES = "libraries"
 LIBRARY_BYTES = {"cpu": 700 << 20, "cuda": 600 << 20}  # Python, torch and transformers; the CUDA context
-FIXED = ("gradients", "optimizer")  # ends of the names of parts that no batch size makes smaller
+FIXED = (
+    "gradients",
+    "optimizer",
+    "weights",
+    "adapters",
+)  # ends of the names of parts that no batch size makes smaller
 # what takes a role's weights away
 WITHOUT = {
     "actor": "use a smaller model.path",
@@ -244,6 +250,31 @@ def add_training(
             head = shape.vocab * shape.hidden * (4 if width == 4 else 6)
             parts.append(Part("output head's gradient", head))
     estimate.phases[f"{role.name} update"] = parts
+
+
+def weights_in_turn(
+    estimate: Estimate, config: Config, models: Mapping[Role, Sizes]
+) -> dict[str, list[Part]]:
+    """With `train.offload_parameters` on CUDA: the weights of each role, which are there in its own phases alone.
+
+    A role that shares its start's weights has them in its turn as well. Empty where all are there all the time.
+    """
+    if not config.train.offload_parameters or estimate.kind != "cuda":
+        return {}
+    own = {
+        role.name: [p for p in estimate.always if p.what in (f"{role.name} weights", f"{role.name} adapters")]
+        for role in models
+    }
+    in_turn = [part for parts in own.values() for part in parts]
+    estimate.always = [part for part in estimate.always if part not in in_turn]
+    for role, sizes in models.items():
+        if role.start is not None and sizes.shares:
+            own[role.name] = own[role.start.name] + own[role.name]
+    for name, parts in own.items():
+        phases = [phase for phase in estimate.phases if phase.startswith(f"{name} ")]
+        for phase in phases or [f"{name} pass"]:
+            estimate.phases[phase] = parts + estimate.phases.get(phase, [])
+    return own
 
 
 def gathered_part(cut: Cut, width: int) -> Part:

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.config import Config
-from headrace.errors import ConfigError, DataError
+from headrace.errors import ConfigError, DataError, RunError
 from headrace.flow.compile import CheckedFlow
 from headrace.flow.source import PreparedData, prepare_data
 from headrace.models.adapter_folder import weights_source
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
 from headrace.roles.role import Role
+from headrace.training.torch_engine import TorchEngine
+from headrace.training.turns import TURNS
 
 if TYPE_CHECKING:
     from headrace.flow.run import Evaluation
@@ -84,14 +86,26 @@ def role_problems(flows: Sequence[CheckedFlow]) -> list[str]:
 def prepare_roles(flow: CheckedFlow, total_steps: int, skip: Iterable[Any] = ()) -> None:
     """Loads every role of the flow; the one that generates comes first, since others may copy it."""
     passed = list(skip)
+    TURNS.begin(flow.config.train.offload_parameters)
     for role in sorted(flow.roles, key=lambda r: not isinstance(r, Actor)):
         if role not in passed:
+            TURNS.bring(_engine_before(role) or _engine_before(role.start))
             role.prepare(
                 flow.config,
                 total_updates=updates_of(flow, role, total_steps),
                 trains=flow.trains(role),
                 supervised=flow.supervised,
             )
+            if TURNS.active:
+                TURNS.add(role.engine)
+
+
+def _engine_before(role: Role | None) -> TorchEngine | None:
+    """The engine of a role that was prepared before, in this run or an earlier one."""
+    try:
+        return None if role is None else role.engine
+    except (RuntimeError, RunError):
+        return None
 
 
 def updates_of(flow: CheckedFlow, role: Role, total_steps: int) -> int:

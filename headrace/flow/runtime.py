@@ -24,12 +24,13 @@ from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import Role, weights_of
 from headrace.stages import StageContext
 from headrace.training.engine import TrainingState
+from headrace.training.turns import TURNS
 
 Rows = Batch | Handle
 """The rows of a step: here, or where workers hold them."""
 
 Writer = Callable[[Path], None]
-"""Writes one file, and raises OSError where that fails."""
+"""Writes one file, or its parts beside it, and raises OSError where that fails."""
 
 
 class Started(Protocol):
@@ -108,6 +109,8 @@ class LocalRuntime(Runtime):
 
     def start(self, flow: CheckedFlow, stage: Stage, rows: Rows, context: StageContext) -> Started:
         began = time.time()
+        if stage.role is not None and TURNS.active:
+            TURNS.bring(stage.role.engine)
         result = stage.function(local_batch(rows), context)
         return _Done(stage, result, ("all", began, time.time()))
 
@@ -134,6 +137,8 @@ class LocalRuntime(Runtime):
         }
 
     def load(self, name: str, checkpoint: Checkpoint) -> None:
+        if TURNS.active:
+            TURNS.bring(self.trained[name].engine)
         with checkpoint.tensors(name) as tensors:
             self.trained[name].load_state_dict(TrainingState(tensors, checkpoint.state["roles"][name]))
 

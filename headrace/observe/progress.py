@@ -37,6 +37,7 @@ _SHOWN: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 _RECENT_STEPS = 20
 _HEADER_EVERY = 25
 _PLAIN_EVERY_S = 1.0
+_SILENT_S = 30.0
 
 
 class Progress:
@@ -104,14 +105,17 @@ class Progress:
 
 
 class PlainProgress(Progress):
-    """Aligned lines, for logs and CI: one a step, at most one a second; a header line now and then."""
+    """Aligned lines, for logs and CI: one a step, at most one a second; a header line now and then.
+
+    In a long step a line every half a minute says how far its stage is.
+    """
 
     def __init__(self, total_steps: int, title: str, stream: TextIO | None = None, *, step: int = 0) -> None:
         super().__init__(total_steps, title, step=step)
         self._stream = stream
         self._columns: list[str] = []
         self._lines = 0
-        self._printed_s = -math.inf
+        self._printed_s = self._written_s = -math.inf
         self._stopped = False
 
     def start(self) -> None:
@@ -141,7 +145,18 @@ class PlainProgress(Progress):
         texts = [f"{text:>{width}}" for width, text in cells.values()]
         self.message(" ".join([*texts, f"{elapsed:>6}", f"{left:>6}"]))
 
+    def stage(self, name: str | None, fraction: float | None = None) -> None:
+        if name is None or fraction is None or self.elapsed_s - self._written_s < _SILENT_S:
+            return
+        step = (
+            f"step {self.step + 1}/{self.total_steps}"
+            if self.step < self.total_steps
+            else "after the last step"
+        )
+        self.message(f"{step}: {name} {100 * fraction:.0f}% done, {format_duration(self.elapsed_s)}")
+
     def message(self, text: str) -> None:
+        self._written_s = self.elapsed_s
         # looked up at each line, so that whoever redirects stderr gets it
         stream = self._stream or sys.stderr
         stream.write(text + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,7 @@ class Actor(LanguageModelRole):
             max_concurrent_sequences=r.max_concurrent_sequences,
             block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
+            cuda_graphs=r.cuda_graphs,
         )
 
     def make_empty(self) -> None:
@@ -163,26 +165,41 @@ class Actor(LanguageModelRole):
             Request(tuple(ids), tuple(sample_seed(context.config.run.seed, step, who, i) for i in range(n)))
             for ids, who in zip(prompt_ids, identities, strict=True)
         ]
-        total = len(requests) * n
+        greedy = (
+            not context.evaluation
+            and find_advantage(context.config.algorithm.advantage).needs_greedy_baseline
+        )
+        total = len(requests) * (n + greedy)
         completions = self._rollout.generate(
             requests, sampling, lambda finished, tokens: context.on_progress(finished / total)
         )
         elapsed = time.perf_counter() - started
         rows = self._assemble(batch, completions, n, truncates=sampling.truncates)
         _rollout_metrics(rows, prompt_ids, elapsed, context)
-        if context.evaluation or not find_advantage(context.config.algorithm.advantage).needs_greedy_baseline:
+        if not greedy:
             return _versioned(rows, self._rollout)
-        rows = Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling)])
+
+        def report(finished: int, tokens: int) -> None:
+            context.on_progress((len(requests) * n + finished) / total)
+
+        rows = Batch.concat([rows, self._greedy_rows(batch, self._rollout, sampling, report)])
         return _versioned(rows, self._rollout)
 
-    def _greedy_rows(self, prompts: Batch, rollout: NativeEngine, sampling: SamplingParams) -> Batch:
+    def _greedy_rows(
+        self,
+        prompts: Batch,
+        rollout: NativeEngine,
+        sampling: SamplingParams,
+        report: Callable[[int, int], None],
+    ) -> Batch:
         """One greedy response per prompt, in its prompt's group: something to compare rewards with, not a sample.
 
         Its `response_mask` is false everywhere, so it is in no loss and no metric of sampled tokens.
         """
         greedy = replace(sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         requests = [Request(tuple(ids), (0,)) for ids in prompts["prompt_ids"]]
-        rows = self._assemble(prompts, rollout.generate(requests, greedy), 1, truncates=sampling.truncates)
+        made = rollout.generate(requests, greedy, report)
+        rows = self._assemble(prompts, made, 1, truncates=sampling.truncates)
         return rows.with_columns(
             {
                 "response_mask": torch.zeros_like(rows["response_mask"]),

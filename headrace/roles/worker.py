@@ -16,7 +16,8 @@ from headrace.algorithms.find import algorithm_problems
 from headrace.algorithms.kl_controller import KLController
 from headrace.algorithms.spread import numbered_groups, varied_groups
 from headrace.algorithms.stages import advantage_stage
-from headrace.checkpoint.files import TensorFile, write_tensors
+from headrace.checkpoint.files import sync_folder, write_tensors
+from headrace.checkpoint.parts import TensorParts, part_path
 from headrace.checkpoint.rng import seed_all
 from headrace.cluster.mesh import mesh_of, model_ranks
 from headrace.cluster.placement import Parallelism
@@ -24,7 +25,7 @@ from headrace.cluster.worker import Outcome, Site, load_factory
 from headrace.config import Config, ModelConfig
 from headrace.config_load import from_mapping
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RunError
 from headrace.models.mesh import Mesh, MeshRanks
 from headrace.observe.metrics import MetricSums
 from headrace.rewards.stage import RewardStage
@@ -33,6 +34,7 @@ from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import Role, weights_of
 from headrace.stages import StageContext, column_stage, spec_of
 from headrace.training.engine import TrainingState
+from headrace.training.turns import TURNS
 from headrace.training.weight_sync import WeightSync
 
 ROW = "_row"
@@ -79,7 +81,11 @@ class RoleWorker:
         self.weights_from = weights_from
         if weights_from is not None and isinstance(self.role, Actor):
             self.role.make_empty()
+        TURNS.begin(self.config.train.offload_parameters)
+        TURNS.bring(None)
         self.role.prepare(self.config, total_updates=total_updates, trains=trains, supervised=supervised)
+        if TURNS.active and weights_from is None:  # else its weights are another's, or there all the time
+            TURNS.add(self.role.engine)
         _ROLES[name] = self.role
 
     def add_functions(self, functions: Mapping[str, Mapping[str, Any]]) -> None:
@@ -92,6 +98,8 @@ class RoleWorker:
     def stage(self, batch: Batch, *, function: str, method: bool, context: Mapping[str, Any]) -> Outcome:
         """Carries out a stage on this rank's rows: a method of the role, or one of the functions."""
         made = self._context(context)
+        if method:
+            self._take_turn()
         carried_out = getattr(self.role, function) if method else self.functions[function]
         numbered = Batch(
             batch.lengths, batch.tokens, {**batch.rows, ROW: torch.arange(batch.num_rows, dtype=torch.int64)}
@@ -119,6 +127,12 @@ class RoleWorker:
         held, self._held = self._held, []
         return Batch.concat(held)
 
+    def _take_turn(self) -> None:
+        """Has on the device the weights that the role works with, and no others."""
+        if TURNS.active:
+            role = self.role if self.weights_from is None else _ROLES.get(self.weights_from)
+            TURNS.bring(None if role is None else role.engine)
+
     def _context(self, context: Mapping[str, Any]) -> StageContext:
         return StageContext(
             self.config,
@@ -126,6 +140,7 @@ class RoleWorker:
             context["total_steps"],
             MetricSums(),
             evaluation=context["evaluation"],
+            on_progress=self.site.pulse.point,
             kl=KLController(context["kl_coefficient"]),
             ranks=self.ranks,
         )
@@ -150,6 +165,7 @@ class RoleWorker:
         """Brings the actor's weights of now to its rollout. The value says what that took, on this rank."""
         if self._sync is None:
             raise RuntimeError("make_sync() has not been called")
+        self._take_turn()
         report = self._sync.run()
         if isinstance(self.role, Actor) and self.weights_from is not None:
             self.role.set_weight_version(version)
@@ -164,7 +180,8 @@ class RoleWorker:
 
     def free_weights(self) -> None:
         if self._sync is not None:
-            self._sync.free()
+            # views would keep the memory of weights that leave the device
+            self._sync.free(views=TURNS.active)
 
     # state
 
@@ -173,26 +190,37 @@ class RoleWorker:
         return self.role.state_dict().numbers if self.trains else None
 
     def weights(self) -> dict[str, Any]:
+        self._take_turn()
         return weights_of(self.role)
 
-    def save_state(self, path: str) -> str | None:
-        """Writes the role's tensors to `path`, one file from the group's first rank. Returns what went wrong."""
-        first = self.site.group_rank == 0
-        try:
-            write_tensors(Path(path) if first else None, self.role.state_dict().tensors)
-        except OSError as error:
-            return error.strerror or str(error)
-        return None
+    def save_state(self, path: str) -> dict[str, Any]:
+        """Writes what this rank owns of the role's tensors to its own part of `path`, and waits for no other rank.
 
-    def load_state(self, path: str, numbers: Mapping[str, Any]) -> None:
+        Returns the file's `name` with its `size`, or with what went `wrong`.
+        """
+        file = part_path(Path(path), self.site.group_rank, len(self.site.ranks))
+        try:
+            write_tensors(file, self.role.state_dict().tensors)
+            sync_folder(file.parent)
+        except OSError as error:
+            return {"name": file.name, "wrong": error.strerror or str(error)}
+        return {"name": file.name, "size": file.stat().st_size}
+
+    def load_state(self, paths: Sequence[str], numbers: Mapping[str, Any]) -> None:
         """Continues where the state was saved, whatever layout that had. Raises ConfigError for another model's."""
-        with TensorFile(Path(path)) as tensors:
+        self._take_turn()
+        with TensorParts([Path(path) for path in paths]) as tensors:
             self.role.load_state_dict(TrainingState(tensors, dict(numbers)))
 
-    def save_model(self, path: str) -> None:
-        """Writes the model as a Hugging Face folder, from the group's first rank. Raises RunError when that fails."""
+    def save_model(self, path: str) -> str | None:
+        """Writes the model as a Hugging Face folder, from the group's first rank. Returns what went wrong."""
         if isinstance(self.role, Actor | RewardModel):
-            self.role.save(path, writes=self.site.group_rank == 0)
+            self._take_turn()
+            try:
+                self.role.save(path, writes=self.site.group_rank == 0)
+            except RunError as error:
+                return str(error)
+        return None
 
 
 def _outcome(given: Batch, returned: Batch, value: Any) -> Outcome:

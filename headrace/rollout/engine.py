@@ -80,7 +80,8 @@ class RolloutEngine(Protocol):
     ) -> list[list[Completion]]:
         """Completions per request, in request order, one per seed in seed order.
 
-        `on_progress(finished_samples, generated_tokens)` is called now and then.
+        `on_progress(finished_samples, generated_tokens)` is called now and then, under tensor parallelism after the same
+        steps on every rank. What it raises ends the rollout and passes through.
         """
         ...
 

@@ -56,6 +56,10 @@ def cluster_sections(cluster: ClusterPlan) -> Iterator[Section]:
         ],
     )
     together: list[Row] = [(" ∥ ".join(names),) for names in cluster.together]
+    if cluster.beside_next_rollout:
+        together.append(
+            (f"rollout of the next step ∥ {', '.join(cluster.beside_next_rollout)}, one after another",)
+        )
     yield "at the same time", together or [("no two stages: they share devices or wait for each other",)]
     if cluster.weights is not None:
         yield "weights, actor → rollout", [(weights_text(cluster),)]
@@ -180,6 +184,7 @@ def cluster_json(cluster: ClusterPlan) -> dict[str, Any]:
             for e in cluster.edges
         ],
         "at_the_same_time": [list(names) for names in cluster.together],
+        "beside_the_next_rollout": list(cluster.beside_next_rollout),
         "weights": None
         if cluster.weights is None
         else {

@@ -68,5 +68,8 @@ class TrainingEngine(Protocol):
     def state_dict(self) -> TrainingState: ...
 
     def load_state_dict(self, state: TrainingState) -> None:
-        """Continues exactly where `state` was taken. Raises ConfigError when it is another model's."""
+        """Continues exactly where `state` was taken. Raises ConfigError when it is another model's.
+
+        Of tensors that can be read in slices (training/slices.py) each process reads its own alone.
+        """
         ...

@@ -113,6 +113,12 @@ class MasterAdamW:
         self._hooks = []
         self.zero_grad()
 
+    def follow(self) -> None:
+        """Takes up parameters whose memory has been moved (training/turns.py)."""
+        for parameter, weight in zip(self._parameters, self._weights, strict=True):
+            if weight is not parameter:
+                weight.data = local(parameter)
+
     def _summing_hook(self, index: int) -> Any:
         def add(parameter: Tensor) -> None:
             grad = parameter.grad

@@ -25,6 +25,7 @@ from headrace.training.gathered import GatheredTensors
 from headrace.training.optimizer import MasterAdamW, OptimizerSettings
 from headrace.training.passes import Pass
 from headrace.training.pipeline import run_passes
+from headrace.training.slices import own_part, shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -239,8 +240,8 @@ class TorchEngine(TrainingEngine):
     def state_dict(self) -> TrainingState:
         """See TrainingEngine. Weights are stored once: a float32 parameter is its own master.
 
-        On a mesh each tensor is whole, and put together when it is asked for: every process has to ask for all of them,
-        in their order.
+        On a mesh each tensor is whole, and put together when it is asked for: every process has to ask for the same ones,
+        in their order. What a process writes of them (checkpoint/files.py) needs no other.
         """
         if self.optimizer is None:
             raise RunError(f"{self.prefix}: this model is frozen and has no training state")
@@ -264,7 +265,7 @@ class TorchEngine(TrainingEngine):
         odd += [
             n
             for n in parameters
-            if n in names and saved[f"weight/{n}"].shape != self.shards.shape(n, parameters[n])
+            if n in names and shape_of(saved, f"weight/{n}") != self.shards.shape(n, parameters[n])
         ]
         if odd:
             raise ConfigError(
@@ -274,11 +275,11 @@ class TorchEngine(TrainingEngine):
         masters: list[torch.Tensor | None] = []
         adam: list[dict[str, torch.Tensor]] = []
         for name, parameter in parameters.items():
-            weight = self.shards.cut(name, saved[f"weight/{name}"])
+            weight = own_part(saved, f"weight/{name}", self.shards)
             masters.append(None if parameter.dtype == torch.float32 else weight)
             if masters[-1] is None:
                 local(parameter).copy_(weight)
             keys = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}/{name}" in saved]
-            adam.append({key: self.shards.cut(name, saved[f"{key}/{name}"]).clone() for key in keys})
+            adam.append({key: own_part(saved, f"{key}/{name}", self.shards).clone() for key in keys})
         self.optimizer.load_state_dict({**state.numbers, "masters": masters, "adam": adam})
         self._skipped_in_a_row = int(state.numbers["skipped_in_a_row"])

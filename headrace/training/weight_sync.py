@@ -92,12 +92,13 @@ class WeightSync:
                 parameter.data = parameter.data.new_empty(needed.shape)
         return run(self.plan, self.rank, held, filled, self.bucket_bytes, self.group, self.among.ranks)
 
-    def free(self) -> None:
-        """Gives up the target's own memory until the next `run`; views of the source stay. Needs no other rank."""
+    def free(self, views: bool = False) -> None:
+        """Gives up the target's own memory until the next `run`; views of the source stay, unless `views` says that they
+        go as well. Needs no other rank."""
         held, filled = _parameters(self.source_model), _parameters(self.target_model)
         for entry in self.plan.entries:
             parameter, own = filled.get(entry.name), held.get(entry.name)
-            if parameter is not None and (own is None or not self._is_view(entry, own, parameter)):
+            if parameter is not None and (views or own is None or not self._is_view(entry, own, parameter)):
                 parameter.data = parameter.data.new_empty(0)
 
     def _is_view(self, entry: Entry, own: nn.Parameter, parameter: nn.Parameter) -> bool:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from headrace.checkpoint import files
-from headrace.checkpoint.resume import find_checkpoint
+from headrace.checkpoint.parts import part_path
+from headrace.checkpoint.resume import find_checkpoint, read_checkpoint
 from headrace.checkpoint.save import CheckpointStore
 from headrace.errors import ConfigError, RunError
 
@@ -182,11 +186,93 @@ def test_none_at_all_says_so(folder: Path) -> None:
         find_checkpoint(store)
     write(store, 1)
     state = folder / "step_1" / "state.json"
-    state.write_text(state.read_text().replace('"format": 1', '"format": 99'))
+    state.write_text(state.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(ConfigError) as error:
         find_checkpoint(store)
     assert "format 99" in error.value.violations[0]
     assert len(error.value.violations) == 2
+
+
+def write_parts(store: CheckpointStore, step: int) -> None:
+    """As two ranks do, of one tensor in two halves each."""
+    whole = torch.arange(4.0) + step
+
+    def write(file: Path) -> None:
+        for rank in (0, 1):
+            slices = {"w": {"start": [2 * rank], "of": [4]}}
+            part = whole[2 * rank : 2 * rank + 2].clone()
+            save_file({"w": part}, part_path(file, rank, 2), metadata={"slices": json.dumps(slices)})
+
+    store.write(step, {"step": step, "roles": {"actor": {}}}, {"actor": write})
+
+
+def test_files_of_several_ranks(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=2)
+    write_parts(store, 1)
+    checkpoint = find_checkpoint(store)
+    names = ["actor-00001-of-00002.safetensors", "actor-00002-of-00002.safetensors"]
+    assert [file.name for file in checkpoint.files("actor")] == names == sorted(checkpoint.state["sizes"])
+    with checkpoint.tensors("actor") as tensors:
+        assert torch.equal(tensors["w"], torch.arange(4.0) + 1)
+    with pytest.raises(ConfigError, match=r"step_1: the checkpoint is damaged \(no file of the critic"):
+        checkpoint.tensors("critic")
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def overwrite(file: Path) -> None:
+    file.write_bytes(b"x" * file.stat().st_size)
+
+
+def of_another_size(file: Path) -> None:
+    slices = {"w": {"start": [1], "of": [3]}}
+    save_file({"w": torch.zeros(2)}, file, metadata={"slices": json.dumps(slices)})
+
+
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (Path.unlink, r"actor-00002-of-00002\.safetensors is missing"),
+        (cut_off, r"actor-00002-of-00002\.safetensors is not \d+ bytes long"),
+        (overwrite, r"actor-00002-of-00002\.safetensors cannot be read"),
+        (of_another_size, r"actor-00002-of-00002\.safetensors: .*w is of shape \[3\], and in others \[4\]"),
+    ],
+)
+def test_a_damaged_part_is_named_and_the_one_before_is_taken(
+    folder: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], said: str
+) -> None:
+    store = CheckpointStore(folder, keep=2)
+    write_parts(store, 1)
+    write_parts(store, 2)
+    damage(folder / "step_2" / "actor-00002-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"step_2: the checkpoint is damaged .*" + said):
+        read_checkpoint(folder / "step_2")
+    assert find_checkpoint(store).step == 1
+    assert "resuming from step_1 instead" in caplog.text
+
+
+def test_a_part_that_state_json_forgot(folder: Path) -> None:
+    store = CheckpointStore(folder, keep=2)
+    write_parts(store, 1)
+    state = folder / "step_1" / "state.json"
+    content = json.loads(state.read_text())
+    del content["sizes"]["actor-00001-of-00002.safetensors"]
+    state.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"\(ValueError: actor-00001-of-00002\.safetensors is missing"):
+        read_checkpoint(folder / "step_1")
+
+
+def test_a_checkpoint_of_the_format_before(folder: Path) -> None:
+    """One file a role, as one process writes it still."""
+    store = CheckpointStore(folder, keep=1)
+    write(store, 1)
+    state = folder / "step_1" / "state.json"
+    state.write_text(state.read_text().replace('"format": 2', '"format": 1'))
+    assert json.loads(state.read_text())["format"] == 1
+    with find_checkpoint(store).tensors("actor") as tensors:
+        assert torch.equal(tensors["w"], torch.ones(2))
 
 
 def test_a_pointer_that_names_no_checkpoint(folder: Path) -> None:

@@ -18,6 +18,7 @@ from headrace.cluster.group import WorkerGroup
 from headrace.cluster.inprocess import InProcess
 from headrace.cluster.layouts import resolve
 from headrace.cluster.placement import Placement
+from headrace.cluster.pulse import BrokenOff
 from headrace.cluster.ray import RayExecutor
 from headrace.cluster.ray_cluster import allowed_environment
 from headrace.cluster.sweeper import descendants
@@ -151,6 +152,39 @@ def test_nothing_of_a_private_cluster_listens_beyond_loopback(groups: list[Worke
     addresses = {f[1].split(":")[0] for f in listening if f[3] == "0A" and f[9] in inodes}
     assert addresses
     assert addresses <= {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+
+
+@needs_ray
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+def test_ranks_say_how_far_they_are_and_break_off(
+    cluster: RayExecutor, groups: list[WorkerGroup], apart: bool
+) -> None:
+    """Ranks with the same rows after the same turn, or one would wait in a collective for good; others at once."""
+    actor, rollout, _ = groups
+    group = actor if apart else rollout
+    # 3 x 500 turns of 20 ms a rank alone, 9 x 500 together: far more than what is waited for here
+    handle = group.put(Batch([1] * 9, rows={"row": torch.arange(9)}))
+    heard: list[float | None] = []
+
+    def report(fraction: float | None) -> bool:
+        heard.append(fraction)
+        return len(heard) > 3
+
+    started, sizes = time.monotonic(), cluster.traffic.reply_bytes
+    call = group.start("turns", handle, arguments={"each": 500, "seconds": 0.02, "apart": apart})
+    with pytest.raises(BrokenOff):
+        call.result(report)
+    assert time.monotonic() - started < 10
+    assert cluster.traffic.reply_bytes - sizes < 200
+    known = [fraction for fraction in heard if fraction is not None]
+    assert known == sorted(known)
+    assert 0 < known[-1] < 0.5
+    ends = [cluster.log_path(r).read_text().splitlines()[-1] for r in group.ranks]
+    assert all(f"{group.name}.turns: broken off after turn " in line for line in ends)
+    if not apart:
+        assert len({line.rpartition("broken off")[2] for line in ends}) == 1
+    again = group.start("turns", handle, arguments={"each": 2, "seconds": 0.0, "apart": apart})
+    assert again.result(lambda fraction: False).values == ((6, 6, 6) if apart else (18,))
 
 
 @needs_ray

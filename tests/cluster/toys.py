@@ -90,6 +90,16 @@ class Toy:
         dist.all_reduce(total, group=self.site.process_group)
         return int(total)
 
+    def turns(self, batch: Batch, each: int, seconds: float, apart: bool) -> Outcome:
+        """As a rollout: `each` turns a row, in which all ranks of the group need each other unless `apart`."""
+        total = each * batch.num_rows
+        for turn in range(total):
+            time.sleep(seconds)
+            if not apart:
+                dist.all_reduce(torch.ones(1), group=self.site.process_group)
+            self.site.pulse.point((turn + 1) / total)
+        return Outcome(value=total)
+
     def wide(self) -> str:
         return "x" * 100_000
 

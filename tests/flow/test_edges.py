@@ -105,6 +105,20 @@ def test_which_stages_may_run_at_the_same_time(arithmetic: Path, tmp_path: Path)
     assert [stages[n].column for n in ("rollout", "reference", "advantage", "update")] == [0, 1, 2, 3]
 
 
+def test_what_a_rollout_made_ahead_runs_beside(arithmetic: Path, tmp_path: Path) -> None:
+    layout = {"device": "cpu", "groups": {"a": 1, "b": 1}, "roles": {"actor": {"gpu_group": "a"}}}
+    layout["roles"]["rollout"] = {"gpu_group": "b"}
+    sections: dict[str, Any] = {"cluster": {"layout": layout}}
+    assert planned(compiled(arithmetic, tmp_path, **sections)).beside_next_rollout == ()
+    sections["algorithm"] = {"importance_weights": "token_truncate"}
+    sections["rollout"] = {"staleness": 1}
+    assert planned(compiled(arithmetic, tmp_path, **sections)).beside_next_rollout == (
+        "reward",
+        "advantage",
+        "update",
+    )
+
+
 def test_micro_batches_of_a_rank(arithmetic: Path, tmp_path: Path) -> None:
     """16 rows of 9 tokens on two ranks: 8 rows, 72 tokens each, in budgets of 20 tokens."""
     train = {"tokens_per_microbatch": 20}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_run import configuration, even, go
 
 from headrace.errors import ConfigError
@@ -71,6 +72,61 @@ def test_the_phases(arithmetic: Path, tmp_path: Path) -> None:
     assert found.least_bytes == 4 * PARAMETERS + 8 * PARAMETERS + 4 * PARAMETERS
     assert found.phase == "actor update"
     assert found.peak == sum(p.bytes for p in found.always) + sum(update.values())
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, total: int = 1 << 40) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr("headrace.flow.memory.resolve_device", lambda name: device)
+    monkeypatch.setattr("headrace.flow.memory_terms.resolve_device", lambda name: device)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda of: (total, total))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda of: "a GPU")
+
+
+def test_weights_that_take_turns(arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: each role's weights in its own phases, the rollout's being the actor's; on a CPU nothing changes."""
+    sections: dict[str, Any] = {
+        "algorithm": {"name": "ppo", "kl_coefficient": 0.1},
+        "model": {"dtype": "float32"},
+    }
+    turns = {**sections, "train": {"offload_parameters": True}}
+    on_cpu = {"run": {"device": "cpu"}}
+    assert estimate(arithmetic, tmp_path, **turns, **on_cpu) == estimate(
+        arithmetic, tmp_path, **sections, **on_cpu
+    )
+    on_a_gpu(monkeypatch)
+    stay, found = (estimate(arithmetic, tmp_path, **s) for s in (sections, turns))
+    critic = PARAMETERS - 14 * 128 + 128
+    assert sizes(found.always) == {
+        "actor optimizer": 8 * PARAMETERS,
+        "critic optimizer": 8 * critic,
+        "libraries": 600 << 20,
+    }
+    assert sizes(found.phases.pop("reference pass")) == {"reference weights": 4 * PARAMETERS}
+    own = {"rollout": "actor", "actor update": "actor", "critic update": "critic"}
+    assert found.phases.keys() == stay.phases.keys() == own.keys()
+    for phase, parts in found.phases.items():
+        weights = {f"{own[phase]} weights": 4 * (critic if own[phase] == "critic" else PARAMETERS)}
+        assert sizes(parts) == sizes(stay.phases[phase]) | weights
+    # at least: what is always there, and weights and gradients of the larger model
+    assert found.least_bytes == 8 * (PARAMETERS + critic) + 8 * PARAMETERS
+    assert stay.least_bytes == 12 * (PARAMETERS + critic) + 4 * PARAMETERS + 4 * PARAMETERS
+
+
+def test_adapters_that_take_turns(arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A critic and a reference that share the actor's base need it in their own turn."""
+    on_a_gpu(monkeypatch)
+    found = estimate(
+        arithmetic,
+        tmp_path,
+        algorithm={"name": "ppo", "kl_coefficient": 0.1},
+        lora={"rank": 2},
+        train={"offload_parameters": True},
+    )
+    assert not [part.what for part in found.always if part.what.endswith(("weights", "adapters"))]
+    for phase in ("actor update", "reference pass", "critic update", "critic loading", "rollout"):
+        assert "actor weights" in sizes(found.phases[phase])
+    assert "critic adapters" in sizes(found.phases["critic update"])
+    assert "critic adapters" not in sizes(found.phases["actor update"])
 
 
 def test_a_given_cache_is_taken_as_it_is(arithmetic: Path, tmp_path: Path) -> None:

@@ -241,6 +241,34 @@ def test_each_gpu_has_memory_of_its_own(
     assert "actor weights 1.89 MiB (use a smaller model.path)" in refusal
 
 
+def test_weights_that_take_turns(arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of roles of one group, on GPUs; a rollout's in a group of its own are there all the time."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    apart = {"reference": {"gpu_group": "b"}, "rollout": {"gpu_group": "b"}, "actor": {"gpu_group": "a"}}
+    layout = {
+        "device": "cuda",
+        "nodes": [{"name": "a", "gpus_per_node": 2}],
+        "groups": {"a": 1, "b": 1},
+        "roles": apart,
+    }
+    sections: dict[str, Any] = {
+        "run": {"device": "auto"},
+        "algorithm": {"kl_coefficient": 0.1},
+        "train": {"offload_parameters": True},
+    }
+    found = estimated(arithmetic, tmp_path, cluster={"layout": layout}, **sections)
+    a, b = (g.largest for g in found.groups)
+    assert "actor weights" not in sizes(a.always)
+    assert sizes(a.phases["actor update"])["actor weights"] == 2 * MODEL
+    assert sizes(b.always)["rollout weights"] == 2 * MODEL
+    assert sizes(b.phases["reference pass"]) == {"reference weights": 2 * MODEL}
+    assert "reference weights" not in sizes(b.phases["rollout"])
+    found = estimated(arithmetic, tmp_path, cluster={"layout": {**GPUS, "roles": {"actor": {}}}}, **sections)
+    (both,) = (g.largest for g in found.groups)
+    assert "reference weights" not in {p.what for p in both.always}
+    assert sizes(both.phases["rollout"])["actor weights"] == 2 * MODEL
+
+
 def test_a_model_of_unknown_size_is_said(arithmetic: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     sections: dict[str, Any] = {

@@ -191,7 +191,9 @@ def test_masters_keep_changes_smaller_than_bfloat16_can_hold(build_model: Any) -
     masters = engine.optimizer.state_dict()["masters"]
     name = next(n for n in before if ".lora_B." in n)
     master = masters[list(before).index(name)]
-    assert torch.equal(model.trainable_state()[name], before[name])  # rounds to what it was
+    large = before[name].abs() > 1e-3  # where half a unit in the last place is more than the step of 1e-6
+    assert large.any()
+    assert torch.equal(model.trainable_state()[name][large], before[name][large])  # rounds to what it was
     assert not torch.equal(master, before[name].float())  # and is not lost
 
 

@@ -253,3 +253,23 @@ def test_auto_is_live_only_on_a_terminal(monkeypatch):
         assert type(make_progress("auto", 3, "x")) is PlainProgress
         monkeypatch.undo()
     os.close(controller)
+
+
+def test_a_long_step_says_how_far_it_is_every_half_a_minute(clock):
+    out = io.StringIO()
+    progress = PlainProgress(3, "grpo", stream=out)
+    progress.start()
+    for second in range(1, 100):
+        clock.now += 1
+        progress.stage("rollout", second / 100)
+        progress.stage("reward")
+    assert out.getvalue().splitlines() == [
+        "grpo: 3 steps",
+        "step 1/3: rollout 30% done, 30s",
+        "step 1/3: rollout 60% done, 1m00s",
+        "step 1/3: rollout 90% done, 1m30s",
+    ]
+    progress.update(3, STEP)
+    clock.now += 31
+    progress.stage("eval", 0.5)
+    assert out.getvalue().splitlines()[-1] == "after the last step: eval 50% done, 2m10s"

@@ -296,7 +296,7 @@ def test_progress_and_empty_requests(tiny: Tiny) -> None:
     requests = [Request((1,), (1, 2, 3)), Request((2,), ()), Request((3, 4), (9,))]
     got = engine.generate(requests, SamplingParams(max_new_tokens=4), lambda s, t: calls.append((s, t)))
     assert [len(row) for row in got] == [3, 0, 1]
-    assert calls == [(2, 8), (4, 16)]
+    assert calls == [(0, 2), (0, 4), (0, 6), (2, 8), (2, 10), (2, 12), (2, 14), (4, 16)]
     assert engine.generate([], SamplingParams()) == []
     assert engine.generate([Request((1,), ())], SamplingParams(max_new_tokens=9)) == [[]]
 

@@ -98,7 +98,7 @@ def test_split_ppo_over_three_nodes(nodes: Nodes, arithmetic: Path, tmp_path: Pa
     settings |= {"eval": {"path": str(arithmetic / "heldout.jsonl"), "every_steps": 2}}
     alone = run(arithmetic, "ppo-no-nodes", PPO)
     process = launch(nodes, tmp_path, arithmetic, "cluster=cpu_4_split", **settings)
-    output, _ = process.communicate(timeout=80)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert_equal_runs(alone, tmp_path / "r")
     state = nodes.state()
@@ -151,7 +151,7 @@ def test_a_node_is_killed_in_the_middle_of_a_step(
     assert process.returncode == 1
     where = re.escape(found[rank][0])
     assert re.search(
-        r"(stage '\w+' of flow 'ppo', step \d+ \(\w+\)|\w+\.(save_state|stay)): "
+        r"(stage '\w+' of flow 'ppo', step \d+ \(\w+\)|\w+\.(save_state|stay)|reading rows from the workers): "
         rf"rank {rank} \({group} 0, host \S+ \({where}\)\) failed: its process died \(.*node.*\)",
         " ".join(output.split()),
     ), output
@@ -161,7 +161,7 @@ def test_a_node_is_killed_in_the_middle_of_a_step(
     done = int(latest.removeprefix("step_"))
     assert done in (steps_done(tmp_path)[-1], steps_done(tmp_path)[-1] - 1)
     process = launch(nodes, tmp_path, arithmetic, *overrides, f"train.steps={done + 2}", "run.resume=true")
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert steps_done(tmp_path)[-1] == done + 2
     assert left_behind(nodes) == []
@@ -203,7 +203,7 @@ def test_a_wrong_address(nodes: Nodes, arithmetic: Path, tmp_path: Path, listens
         wrong.environment, wrong.address = nodes.environment, f"127.0.0.9:{other.getsockname()[1]}"
         started = time.monotonic()
         process = launch(wrong, tmp_path, arithmetic, "cluster=cpu_2")
-        output, _ = process.communicate(timeout=80)
+        output, _ = process.communicate(timeout=240)
     assert time.monotonic() - started < 60
     assert process.returncode == 2
     assert f"RAY_ADDRESS: {'cannot join a' if listens else 'no'} Ray cluster" in output
@@ -222,7 +222,7 @@ def test_a_host_without_the_shared_folder(nodes: Nodes, arithmetic: Path, tmp_pa
             nodes, tmp_path, arithmetic, f"run.dir={tmp_path}/runs", f"model.path={model}",
             "cluster.parallelism={dp: 4}", "train.prompts_per_step=4"
         )  # fmt: skip
-        output, _ = process.communicate(timeout=80)
+        output, _ = process.communicate(timeout=240)
         said = " ".join(output.split())
         assert process.returncode == 2, output
         if what == "run.dir":

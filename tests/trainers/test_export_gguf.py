@@ -47,13 +47,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, t
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(300)
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc"]
     pieces += [f"<extra{i}>" for i in range(300 - len(pieces) - 1)] + ["<|end|>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(pieces)
     writer.add_token_types([1] * 299 + [3])
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "ab c"])
     writer.add_eos_token_id(299)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, 2)
     for name, value in weights.items():
@@ -73,7 +73,7 @@ def test_a_gguf_file_becomes_a_folder(written: Any, tmp_path: Path) -> None:
     saved = AutoModelForCausalLM.from_pretrained(out).state_dict()
     assert saved.keys() == weights.keys()
     assert all(torch.equal(value, weights[name]) for name, value in saved.items())
-    assert AutoTokenizer.from_pretrained(out)("abc").input_ids == [256, 66]
+    assert AutoTokenizer.from_pretrained(out)("abcab").input_ids == [257, 256]
     assert "quantization_config" not in (out / "config.json").read_text()
 
 

@@ -14,7 +14,8 @@ from mesh_run import Case, key, make, run, step
 from safetensors.torch import load_file
 
 from headrace.checkpoint.export import save_hf_folder
-from headrace.checkpoint.files import TensorFile, write_tensors
+from headrace.checkpoint.files import write_tensors
+from headrace.checkpoint.parts import TensorParts, part_path
 from headrace.errors import HeadraceError
 from headrace.models.attention import PackedAttention
 from headrace.models.causal_lm import CausalLM, OutputHead, ScalarModel
@@ -194,7 +195,7 @@ def kept_bytes(mesh: Mesh) -> int:
 
 
 def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:
-    """Five updates under one layout after the other, the state handed on through files that rank 0 writes."""
+    """Five updates under one layout after the other, the state handed on through files that all ranks write."""
     metrics = []
     numbers: dict[str, Any] = {}
     for number in range(mesh_run.UPDATES):
@@ -204,13 +205,13 @@ def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:
             with torch.no_grad():
                 for parameter in engine.model.trained_parameters().values():
                     local(parameter).zero_()
-            with TensorFile(folder / f"{number - 1}.safetensors") as saved:
+            with TensorParts(sorted(folder.glob(f"{number - 1}-*.safetensors"))) as saved:
                 engine.load_state_dict(TrainingState(saved, numbers))
         metrics.append(step(engine, number, mesh))
         state = engine.state_dict()
         numbers = state.numbers
-        writes = dist.get_rank() == 0
-        write_tensors(folder / f"{number}.safetensors" if writes else None, state.tensors)
+        file = part_path(folder / f"{number}.safetensors", dist.get_rank(), mesh.parallelism.size)
+        write_tensors(file, state.tensors)
         dist.barrier()
     return {"metrics": metrics, "tensors": dict(state.tensors), "numbers": numbers}
 

@@ -89,9 +89,10 @@ class SparseDecode:
 
 @cache
 def _hear_the_warning() -> None:
-    """torch says once a process that CSR tensors are in beta; this is where nobody has to read it."""
+    """torch says once a process that CSR tensors are in beta and unchecked; this is where nobody has to read it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
         index = torch.tensor([0, 1])
         torch.sparse_csr_tensor(index, index[:1], torch.zeros(1), size=(1, 1), check_invariants=False)
 

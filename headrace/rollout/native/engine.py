@@ -23,6 +23,7 @@ from headrace.models.attention import AttentionContext
 from headrace.models.causal_lm import CausalLM
 from headrace.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from headrace.rollout.native.attention import MixedAttention, PagedDecodeAttention, PrefillAttention
+from headrace.rollout.native.graphs import DecodeGraphs, graphs_possible
 from headrace.rollout.native.kv_cache import FREE_MEMORY_SHARE, PagedKVCache, block_bytes, free_memory_bytes
 from headrace.rollout.native.sampler import Draws, check_sampling, sample, uniforms
 from headrace.rollout.native.scheduler import Prefill, Sample, Scheduler, Step
@@ -35,7 +36,7 @@ LOGITS_AT_ONCE = 1 << 26  # float32 logits held at a time (256 MiB)
 
 @dataclass
 class RolloutStats:
-    """What one `generate` did. Blocks are KV cache blocks of `block_tokens` tokens."""
+    """What one `generate` did. Blocks are KV cache blocks of `block_tokens` tokens; replayed steps were CUDA graphs."""
 
     num_blocks: int = 0
     peak_blocks: int = 0
@@ -44,12 +45,14 @@ class RolloutStats:
     prefill_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    replayed_steps: int = 0
 
 
 class NativeEngine(RolloutEngine):
     """Generates with `model` itself: a weight update needs no copy, and no cache outlives a `generate`.
 
     `weight_version` is set by the owner after each update and copied into every token sampled from then on.
+    `cuda_graphs` False launches every kernel of a step by itself (rollout/native/graphs.py).
     `kv_cache_tokens` None sizes the cache for the worst case of the samples that can run at once, capped at a
     quarter of the free memory. Raises ConfigError naming the key for sizes below 1.
     """
@@ -62,6 +65,7 @@ class NativeEngine(RolloutEngine):
         block_tokens: int = 16,
         kv_cache_tokens: int | None = None,
         max_prefill_tokens: int = 8192,
+        cuda_graphs: bool = True,
     ) -> None:
         sizes = {
             "max_concurrent_sequences": max_concurrent_sequences,
@@ -79,6 +83,7 @@ class NativeEngine(RolloutEngine):
         self.block_tokens = block_tokens
         self.kv_cache_tokens = kv_cache_tokens
         self.max_prefill_tokens = max_prefill_tokens
+        self.cuda_graphs = cuda_graphs
         self.weight_version = 0
         self.stats = RolloutStats()
 
@@ -90,7 +95,7 @@ class NativeEngine(RolloutEngine):
     ) -> list[list[Completion]]:
         """Completions per request, one per seed, as `RolloutEngine` says; `stats` then describes the call.
 
-        `on_progress(finished_samples, generated_tokens)` is called after each step in which a sample ended.
+        `on_progress(finished_samples, generated_tokens)` is called after each step.
         Raises ConfigError (all violations at once) for an empty prompt, an unknown id, a prompt too long for
         the model's positions, sampling values out of range, or a cache too small for one request.
         """
@@ -152,7 +157,8 @@ class _Rollout:
             max_concurrent=engine.max_concurrent_sequences,
             max_prefill_tokens=engine.max_prefill_tokens,
         )
-        self.cache = PagedKVCache(self.model.num_layers, num_blocks, engine.block_tokens)
+        graphs = engine.cuda_graphs and graphs_possible(self.model)
+        self.cache = PagedKVCache(self.model.num_layers, num_blocks, engine.block_tokens, spare=graphs)
         total = sum(self.num_seeds)
         seeds = [seed & 0xFFFFFFFFFFFFFFFF for request in requests for seed in request.seeds]
         self.seeds = np.array(seeds, dtype=np.uint64)
@@ -170,6 +176,7 @@ class _Rollout:
         longest = max((size[0] + limit for size, limit in zip(sizes, limits, strict=True)), default=0)
         rows = min(engine.max_concurrent_sequences, max(total, 1))
         self.table = np.zeros((rows, self.scheduler.blocks_for(longest)), dtype=np.int64)
+        self.graphs = DecodeGraphs(self.model, self.cache, *self.table.shape) if graphs else None
         self.end_ids = np.array(sorted({*self.model.eos_token_ids, *sampling.stop_token_ids}), dtype=np.int64)
         drawable = self.end_ids[(self.end_ids >= 0) & (self.end_ids < self.model.vocab_size)]
         self.end_ids_on_device = torch.from_numpy(drawable).to(self.device)
@@ -192,11 +199,12 @@ class _Rollout:
                 scheduler.complete(step, finished)
                 stats.steps += 1
                 stats.generated_tokens += len(who)
-                if finished:
-                    finished_samples += len(finished)
-                    if on_progress is not None:
-                        on_progress(finished_samples, stats.generated_tokens)
+                finished_samples += len(finished)
+                if on_progress is not None:
+                    on_progress(finished_samples, stats.generated_tokens)
         finally:
+            if self.graphs is not None:
+                self.graphs.release()
             self.cache.release()
             stats.peak_blocks = scheduler.blocks.peak_used
             stats.leaked_blocks = scheduler.blocks.num_used
@@ -230,7 +238,7 @@ class _Rollout:
             self.table[sample_.row, len(sample_.blocks) - 1] = sample_.blocks[-1]
         decodes = self._by_length(step.decodes)
         if step.decodes and not step.prefills and not step.forks:
-            return self._run_model([], decodes), None, decodes
+            return self._decode(decodes), None, decodes
         samples: list[int] = []
         source: list[int] = []
         held_before = self.held_hidden
@@ -268,6 +276,18 @@ class _Rollout:
         """The samples' numbers, longest first."""
         who = np.array([s.id for s in samples], dtype=np.int64)
         return who[np.argsort(-(self.prompt_tokens[who] + self.counts[who]), kind="stable")]
+
+    def _decode(self, who: NDArray[np.int64]) -> Tensor:
+        """Hidden states [B, H] of samples that decode, longest first."""
+        if self.graphs is not None:
+            count, size = self.counts[who], self.cache.block_size
+            position = self.prompt_tokens[who] + count - 1
+            table = self.table[self.rows[who], : int(position[0] // size + 1)]
+            hidden = self.graphs.hidden_states(self.tokens[who, count - 1], position, table)
+            if hidden is not None:
+                self.stats.replayed_steps += 1
+                return hidden
+        return self._run_model([], who)
 
     def _run_model(self, prefills: Sequence[Prefill], who: NDArray[np.int64]) -> Tensor:
         """Hidden states [U, H]: the last one of each prefill, then one for each sample in `who`, which decode."""

@@ -75,8 +75,9 @@ class PagedKVCache:
     number, since 0 * NaN is NaN.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, *, spare: bool = False) -> None:
+        """`spare`: one block more, which the allocator does not know."""
+        self.num_blocks, self._spare = num_blocks, int(spare)
         self.block_size = block_size
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
@@ -90,6 +91,16 @@ class PagedKVCache:
             if pool is None:
                 pool = pools[layer] = self._pool(new)
             pool.flatten(0, 1).index_copy_(0, slots, new)
+
+    @property
+    def spare_block(self) -> int:
+        """A block behind those of the allocator, for what nobody reads. Only with `spare`."""
+        return self.num_blocks
+
+    def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values [N * S, K, D], not copied. Raises RunError for a layer never written."""
+        keys, values = self._written(layer)
+        return keys.flatten(0, 1), values.flatten(0, 1)
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values [N * S * K, D], not copied: slot s of head k is row s * K + k.
@@ -142,7 +153,7 @@ class PagedKVCache:
         return sum(p.numel() * p.element_size() for p in (*self._keys, *self._values) if p is not None)
 
     def _pool(self, like: Tensor) -> Tensor:
-        shape = (self.num_blocks, self.block_size, like.shape[1], like.shape[2])
+        shape = (self.num_blocks + self._spare, self.block_size, like.shape[1], like.shape[2])
         return torch.zeros(shape, dtype=like.dtype, device=like.device)
 
 
