@@ -144,7 +144,6 @@ class RolloutConfig(Section):
         None, "longest prompt + response (default: what the model's positions allow)", "tokens", ge=2
     )
     max_concurrent_sequences: int = key(256, "sequences generated at the same time", "sequences", ge=1)
-    kv_block_tokens: int = key(16, "tokens in one block of the paged KV cache", "tokens", ge=1)
     kv_cache_tokens: int | None = key(
         None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
     )

@@ -21,7 +21,7 @@ FREE = frozenset(
         "model.trust_remote_code",
         "model.gradient_checkpointing",
         "rollout.max_concurrent_sequences",
-        "rollout.kv_block_tokens",
+        "rollout.cuda_graphs",
         "rollout.kv_cache_tokens",
         "reward.max_concurrency",
         "algorithm.gap_warn",

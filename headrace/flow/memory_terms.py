@@ -15,7 +15,7 @@ from headrace.models.shape import ModelShape, read_shape
 from headrace.observe.report_facts import format_bytes
 from headrace.roles.role import LanguageModelRole, Role
 from headrace.rollout.native.engine import LOGITS_AT_ONCE
-from headrace.rollout.native.kv_cache import FREE_MEMORY_SHARE
+from headrace.rollout.native.kv_cache import BLOCK_TOKENS, FREE_MEMORY_SHARE
 from headrace.training.torch_engine import CPU_TOKENS, LOGIT_CHUNK_BYTES
 
 LIBRARIES = "libraries"
@@ -336,8 +336,8 @@ def rollout_parts(config: Config, shape: ModelShape, width: int, load: Load, roo
     if r.kv_cache_tokens is not None:
         tokens = r.kv_cache_tokens
     else:
-        blocks = load.rows_at_once * (-(-load.longest // r.kv_block_tokens) + 1)
-        tokens = min(blocks * r.kv_block_tokens, int(room * FREE_MEMORY_SHARE) // per_token)
+        blocks = load.rows_at_once * (-(-load.longest // BLOCK_TOKENS) + 1)
+        tokens = min(blocks * BLOCK_TOKENS, int(room * FREE_MEMORY_SHARE) // per_token)
     rows = min(load.rows_at_once * shape.vocab, LOGITS_AT_ONCE)
     prefill = min(PREFILL_TOKENS, load.prompts_at_once * load.longest)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -20,6 +20,7 @@ from headrace.models.hf import LOADING_ERRORS, first_line
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import ReaderRole
+from headrace.rollout.native.kv_cache import BLOCK_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -148,9 +149,9 @@ def _check_cache(config: Config, longest_prompt: int) -> None:
     """Raises ConfigError where the KV cache that was asked for cannot hold the longest prompt and its response."""
     r = config.rollout
     need = longest_prompt + r.max_new_tokens - 1  # the last token sampled is never stored
-    if r.kv_cache_tokens is not None and need > r.kv_cache_tokens // r.kv_block_tokens * r.kv_block_tokens:
+    if r.kv_cache_tokens is not None and need > r.kv_cache_tokens // BLOCK_TOKENS * BLOCK_TOKENS:
         raise ConfigError(
-            f"rollout.kv_cache_tokens: {r.kv_cache_tokens}, in blocks of {r.kv_block_tokens}, do not hold the"
+            f"rollout.kv_cache_tokens: {r.kv_cache_tokens}, in blocks of {BLOCK_TOKENS}, do not hold the"
             f" {need} tokens that the longest prompt and its response may need; raise it or lower rollout.max_new_tokens"
         )
 

@@ -81,7 +81,6 @@ class Actor(LanguageModelRole):
         self._rollout = NativeEngine(
             self.model,
             max_concurrent_sequences=r.max_concurrent_sequences,
-            block_tokens=r.kv_block_tokens,
             kv_cache_tokens=r.kv_cache_tokens,
             cuda_graphs=r.cuda_graphs,
         )

@@ -103,7 +103,7 @@ def test_what_an_episode_becomes_does_not_depend_on_its_company(arithmetic: Path
         alone |= episodes(actor.generate(prompts(actor, which), context))
     assert alone == together
     assert len({tuple(ids) for ids in together.values()}) == 12
-    crowded, context = prepared(arithmetic, rollout={"max_concurrent_sequences": 1, "kv_block_tokens": 4})
+    crowded, context = prepared(arithmetic, rollout={"max_concurrent_sequences": 1})
     assert episodes(crowded.generate(prompts(crowded, [0, 1, 2, 3]), context)) == together
 
 

@@ -24,7 +24,13 @@ from headrace.models.causal_lm import CausalLM
 from headrace.rollout.engine import Completion, Request, RolloutEngine, SamplingParams
 from headrace.rollout.native.attention import MixedAttention, PagedDecodeAttention, PrefillAttention
 from headrace.rollout.native.graphs import DecodeGraphs, graphs_possible
-from headrace.rollout.native.kv_cache import FREE_MEMORY_SHARE, PagedKVCache, block_bytes, free_memory_bytes
+from headrace.rollout.native.kv_cache import (
+    BLOCK_TOKENS,
+    FREE_MEMORY_SHARE,
+    PagedKVCache,
+    block_bytes,
+    free_memory_bytes,
+)
 from headrace.rollout.native.sampler import Draws, check_sampling, sample, uniforms
 from headrace.rollout.native.scheduler import Prefill, Sample, Scheduler, Step
 from headrace.rollout.native.stopping import StopText
@@ -62,7 +68,7 @@ class NativeEngine(RolloutEngine):
         model: CausalLM,
         *,
         max_concurrent_sequences: int = 256,
-        block_tokens: int = 16,
+        block_tokens: int = BLOCK_TOKENS,
         kv_cache_tokens: int | None = None,
         max_prefill_tokens: int = 8192,
         cuda_graphs: bool = True,

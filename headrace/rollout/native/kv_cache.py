@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headrace.errors import RunError
 
+BLOCK_TOKENS = 16
 FREE_MEMORY_SHARE = 0.25  # of the memory free when `generate` starts; the trainer's activations need the rest
 
 
