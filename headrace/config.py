@@ -267,7 +267,7 @@ class ClusterConfig(Section):
         "hosts, groups and which role runs where: a template such as gpu_8, a .yaml file, or a mapping",
     )
     parallelism: dict[str, int | bool] = key(
-        {}, "degrees {dp, tp, pp, zero3} of every role that the layout gives none"
+        {}, "degrees {dp, sp, tp, pp, zero3} of every role that the layout gives none"
     )
     num_gpus: int | None = key(
         None,
@@ -290,8 +290,8 @@ class ClusterConfig(Section):
     @classmethod
     def _degrees(cls, value: Any) -> Any:
         for name, degree in value.items() if isinstance(value, dict) else ():
-            if name not in ("dp", "tp", "pp", "zero3"):
-                raise ValueError(f"unknown degree {name}; the degrees are dp, tp, pp and zero3")
+            if name not in ("dp", "sp", "tp", "pp", "zero3"):
+                raise ValueError(f"unknown degree {name}; the degrees are dp, sp, tp, pp and zero3")
             if not isinstance(degree, int) or (degree < 1 and degree is not False):
                 raise ValueError(f"{name} is {degree!r}; expected a whole number of at least 1")
         return value

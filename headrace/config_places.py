@@ -15,7 +15,7 @@ from headrace.errors import ConfigError
 ROLES = ("actor", "critic", "reference", "reward_model", "rollout")
 LAYOUT_PARTS = ("device", "nodes", "groups", "roles", "communication", "logging")
 PLACE_NAMES = ("parallel_config", "device_map", "gpu_group")
-DEGREES = ("dp", "tp", "pp", "zero3")
+DEGREES = ("dp", "sp", "tp", "pp", "zero3")
 
 # A device without an index and one with; a list of indices is several devices.
 _DEVICES = re.compile(r"auto|(?:cpu|cuda)(?::\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
@@ -154,7 +154,7 @@ class _Said:
         unknown = [str(k) for k in value if k not in DEGREES]
         if unknown:
             self.problems.append(
-                f"parallel_config: unknown degree {', '.join(unknown)}{of}; the degrees are dp, tp, pp and zero3"
+                f"parallel_config: unknown degree {', '.join(unknown)}{of}; the degrees are dp, sp, tp, pp and zero3"
             )
             return
         for name, degree in value.items():

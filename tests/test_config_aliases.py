@@ -117,7 +117,7 @@ def test_aliases(keywords: dict[str, Any], wanted: dict[str, Any]) -> None:
         ({"gpu_group": 3}, ["gpu_group: expected a name"]),
         ({"parallel_config": {"actor": {"tp": 0}}}, ["parallel_config: tp of actor is 0"]),
         ({"parallel_config": {"tp": 2, "actor": {"tp": 2}}}, ["parallel_config: unknown model tp"]),
-        ({"parallel_config": {"tp": 1, "ep": 2}}, ["ep", "dp, tp, pp and zero3"]),
+        ({"parallel_config": {"tp": 1, "ep": 2}}, ["ep", "dp, sp, tp, pp and zero3"]),
         ({"parallel_config": 4}, ["parallel_config", "got 4"]),
         ({"train": 5}, ["train: expected a mapping"]),
         ({"train": {"stps": 5}}, ["did you mean train.steps?"]),

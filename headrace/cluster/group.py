@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -68,13 +68,12 @@ class WorkerGroup:
         `factory` is `package.module:Name` or `path/to/file.py:Name`, `arguments` are plain values.
         Raises WorkerError (in-process, what the factory raises).
         """
-        p = self.parallelism
         order = {
             "what": f"{self.name}.create",
             "object": self.name,
             "factory": factory,
             "arguments": arguments,
-            "parallelism": {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero3": p.zero3},
+            "parallelism": asdict(self.parallelism),
         }
         data = plain_bytes(order, f"{self.name}: arguments of {factory}")
         self.executor.submit(dict.fromkeys(self.ranks, data), f"{self.name}.create", timeout_s).result()
@@ -98,7 +97,7 @@ class WorkerGroup:
         """Begins a call; groups on other devices can work meanwhile.
 
         With `handle`, each data-parallel index gets a part of the rows, with columns `reads` (default: all), as the
-        method's first argument, a Batch that may be empty; its tp and pp ranks get the same one. Parts are near-equal
+        method's first argument, a Batch that may be empty; its sp, tp and pp ranks get the same one. Parts are near-equal
         in tokens, and rows with equal `together` (default: `pair_id`, where there is one) stay on one index. Rows
         that lie so already do not move; with `balance` false, neither do rows that lie in this group in any other
         way. `arguments` are plain values, the same for all. `label` replaces `<name>.<method>` in errors.
@@ -341,7 +340,7 @@ def layout_kept(
         return None
     (layout,) = layouts
     p = layout.parallelism
-    if layout.group != group or (p.dp, p.tp, p.pp) != (q.dp, q.tp, q.pp):
+    if layout.group != group or (p.dp, p.sp, p.tp, p.pp) != (q.dp, q.sp, q.tp, q.pp):
         return None
     kept = q.dp == 1 or ((layout.balanced or not balance) and (not together or together in layout.together))
     return layout if kept else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from headrace.cluster.placement import Host
+from headrace.config_places import DEGREES
 
 GPUS_A_HOST = 8
 """Of hosts that nobody described."""
@@ -40,8 +42,8 @@ def read_degrees(raw: Any, key: str, problems: list[str]) -> dict[str, int]:
         return {}
     out: dict[str, int] = {}
     for name, value in raw.items():
-        if name not in ("dp", "tp", "pp", "zero3"):
-            problems.append(f"{key}.{name}: unknown degree; the degrees are dp, tp, pp and zero3")
+        if name not in DEGREES:
+            problems.append(f"{key}.{name}: unknown degree; the degrees are dp, sp, tp, pp and zero3")
         elif name == "zero3" and isinstance(value, bool):
             out["zero3"] = 0 if value else 1
         elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
@@ -57,7 +59,7 @@ def ranks_of(degrees: Mapping[str, int]) -> int | None:
     """Ranks that the degrees need, or None where nothing was said."""
     if not degrees:
         return None
-    return degrees.get("dp", 1) * degrees.get("tp", 1) * degrees.get("pp", 1)
+    return math.prod(degrees.get(name, 1) for name in ("dp", "sp", "tp", "pp"))
 
 
 def unnamed_hosts(devices: int, kind: str) -> list[Host]:

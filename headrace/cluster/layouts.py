@@ -402,16 +402,18 @@ class _Draft:
         key = self.key_of(role, written)
         degrees = dict(written or self.default)
         tp, pp, zero3 = degrees.get("tp", 1), degrees.get("pp", 1), degrees.get("zero3", 1)
-        dp = degrees.get("dp") or max(1, group.size // (tp * pp))
-        if dp * tp * pp != group.size and group.devices:
+        sp = degrees.get("sp", 1)
+        dp = degrees.get("dp") or max(1, group.size // (sp * tp * pp))
+        if dp * sp * tp * pp != group.size and group.devices:
+            of = f"dp {dp} x sp {sp}" if sp > 1 else f"dp {dp}"
             self.problems.append(
-                f"{key}: dp {dp} x tp {tp} x pp {pp} = {dp * tp * pp} ranks for the {role}, but group '{group.name}'"
+                f"{key}: {of} x tp {tp} x pp {pp} = {dp * sp * tp * pp} ranks for the {role}, but group '{group.name}'"
                 f" has {group.size} device{'s' * (group.size != 1)}"
             )
         zero3 = zero3 or dp
         if dp % zero3:
             self.problems.append(f"{key}: zero3 {zero3} does not divide dp {dp}")
-        return Parallelism(dp, tp, pp, zero3)
+        return Parallelism(dp, tp, pp, zero3, sp)
 
     def key_of(self, role: str, written: Mapping[str, int]) -> str:
         """The setting that gives a role its degrees; a role that the layout leaves out has the actor's."""

@@ -23,5 +23,5 @@ def model_ranks(ranks: Sequence[int], p: placement.Parallelism) -> ModelRanks:
     neighbours.
     """
     return ModelRanks(
-        tuple(ranks), Parallelism(dp_replicate=p.dp // p.zero3, zero3=p.zero3, tp=p.tp, pp=p.pp)
+        tuple(ranks), Parallelism(dp_replicate=p.dp // p.zero3, zero3=p.zero3, tp=p.tp, pp=p.pp, sp=p.sp)
     )

@@ -19,33 +19,41 @@ class Parallelism:
     `zero3` above 1, that many neighbours of the `dp` ranks keep one copy of the weights between them (equal to `dp`:
     one copy in all; between: hybrid shard).
 
-    Ranks are numbered as in a device mesh with axes (pp, dp, tp), tp running fastest, so that the ranks that talk
-    most are neighbours.
+    Ranks are numbered as in a device mesh with axes (pp, dp, sp, tp), tp running fastest, so that the ranks that talk
+    most are neighbours. `sp` ranks have the same rows, and each of their sequences' tokens a slice.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     zero3: int = 1
+    sp: int = 1
 
     @property
     def size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.copies
 
-    def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(dp, tp, pp) index of a rank of the group."""
-        return rank // self.tp % self.dp, rank % self.tp, rank // (self.tp * self.dp)
+    @property
+    def copies(self) -> int:
+        """Ranks that have the same rows."""
+        return self.sp * self.tp * self.pp
 
-    def rank(self, dp: int, tp: int, pp: int) -> int:
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(dp, tp, pp, sp) index of a rank of the group."""
+        above = rank // (self.tp * self.sp)
+        return above % self.dp, rank % self.tp, above // self.dp, rank // self.tp % self.sp
+
+    def rank(self, dp: int, tp: int, pp: int, sp: int = 0) -> int:
         """The rank of the group at these indices."""
-        return (pp * self.dp + dp) * self.tp + tp
+        return ((pp * self.dp + dp) * self.sp + sp) * self.tp + tp
 
     def owner(self, dp: int) -> int:
-        """The rank whose output counts for a data-parallel index: the first of its tp ranks in the last stage."""
+        """The rank whose output counts for a data-parallel index: the first of its sp and tp ranks in the last stage."""
         return self.rank(dp, 0, self.pp - 1)
 
     def __str__(self) -> str:
-        parts = [f"{name}{n}" for name, n in (("dp", self.dp), ("tp", self.tp), ("pp", self.pp)) if n > 1]
+        degrees = {"dp": self.dp, "sp": self.sp, "tp": self.tp, "pp": self.pp}
+        parts = [f"{name}{n}" for name, n in degrees.items() if n > 1]
         return "×".join(parts or ["dp1"]) + (f" zero3×{self.zero3}" if self.zero3 > 1 else "")
 
 
@@ -154,12 +162,12 @@ class Placement:
         return replace(self, roles=kept, groups={n: g for n, g in self.groups.items() if n in busy})
 
     def generating(self) -> Placement:
-        """The same with a rollout of whole copies, cut by tp alone, where its group trains with zero3 or pp."""
+        """The same with a rollout of whole copies, cut by tp alone, where its group trains with zero3, sp or pp."""
         role = self.roles.get("rollout")
-        if role is None or role.parallelism.zero3 * role.parallelism.pp == 1:
+        if role is None or max(role.parallelism.zero3, role.parallelism.sp, role.parallelism.pp) == 1:
             return self
         p = role.parallelism
-        plain = RolePlacement(role.group, Parallelism(dp=p.dp * p.pp, tp=p.tp), role.key)
+        plain = RolePlacement(role.group, Parallelism(dp=p.dp * p.sp * p.pp, tp=p.tp), role.key)
         return replace(self, roles={**self.roles, "rollout": plain})
 
     def apart(self, first: str, second: str) -> bool:
@@ -182,8 +190,8 @@ class ModelSize:
 def fit_violations(
     placement: Placement, sizes: Mapping[str, ModelSize], rows: Mapping[str, tuple[str, int]]
 ) -> list[str]:
-    """Heads and MLP columns that tp does not divide, layers that pp does not, batches that dp does not, and models that
-    cannot be cut at all.
+    """Heads and MLP columns that tp or sp does not divide, layers that pp does not, batches that dp does not, and
+    models that cannot be cut at all.
 
     `sizes` by role; `rows` by role: (the setting that says how many rows the role gets at once, that number).
     One sentence for each violation, beginning with the key; the same one of several roles once.
@@ -204,6 +212,15 @@ def fit_violations(
                     out.append(
                         f"{key}: tp {p.tp} does not divide the model's {count} {what}; use tp {best[-1]}"
                     )
+            own = size.heads // p.tp
+            if size.heads % p.tp == 0 and own % p.sp:
+                fits = [n for n in range(1, p.sp) if own % n == 0]
+                of = (
+                    f"model's {own} attention heads"
+                    if p.tp == 1
+                    else f"{own} attention heads of each tp rank"
+                )
+                out.append(f"{key}: sp {p.sp} does not divide the {of}; use sp {fits[-1]}")
             if size.layers % p.pp:
                 fits = [n for n in range(1, p.pp) if size.layers % n == 0]
                 out.append(

@@ -35,7 +35,7 @@ MAX_VALUE_BYTES = 64 * 1024
 class Site:
     """Where an object of a worker lives; factories get it as their first argument.
 
-    `ranks` are the global ranks of the object's group in mesh order (pp, dp, tp), tp running fastest.
+    `ranks` are the global ranks of the object's group in mesh order (pp, dp, sp, tp), tp running fastest.
     `process_group` is the group's own torch.distributed group; None in-process.
     """
 

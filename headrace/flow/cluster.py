@@ -338,7 +338,8 @@ def check_placement(flow: CheckedFlow) -> None:
         rollout, actor = placement.roles["rollout"], placement.roles["actor"]
         if rollout != actor and flow.config.lora.rank:
             problems.append(
-                "lora.rank: an actor with adapters generates in the layout that it trains in so far"
+                "lora.rank: an actor with adapters generates in the layout that it trains in so far, and by"
+                f" {actor.key} it would train in {actor.parallelism} and generate in {rollout.parallelism}"
             )
     if not problems:
         problems += estimate_cluster(flow, lambda dp: LEAST).refusals()

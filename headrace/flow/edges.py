@@ -81,7 +81,7 @@ class Edge:
 
 @dataclass
 class _Rows:
-    """The rows of a step as they will lie: for each column who holds it, who wrote it, and whether tp ranks have it."""
+    """The rows of a step as they will lie: for each column who holds it, who wrote it, whether only owners have it."""
 
     count: int
     stored: dict[str, Stored] = field(default_factory=dict)
@@ -151,7 +151,7 @@ def _take(
     layouts = {rows.stored[n].layout.number: rows.stored[n].layout for n in named}
     kept = layout_kept(list(layouts.values()), place.group, place.parallelism, together)
     layout = kept or _layout(place, together=together)
-    readers = place.parallelism.tp * place.parallelism.pp
+    readers = place.parallelism.copies
     edges = []
     parts: dict[tuple[str, int], list[str]] = {}
     for name in named:
@@ -163,7 +163,7 @@ def _take(
         if kept is not None:
             kind, copies = "stays", readers - 1 if set(names) <= rows.at_owners_only else 0
         elif before.group == place.group:
-            # with one data-parallel rank on both sides its own rows stay, and its tp ranks get them
+            # with one data-parallel rank on both sides its own rows stay, and its other ranks get them
             alone = before.parallelism.dp == place.parallelism.dp == 1
             kind, copies = "shared out again", readers - 1 if alone else readers
         else:

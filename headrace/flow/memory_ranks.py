@@ -1,7 +1,7 @@
 """The memory estimate of a cluster: what each rank of each group holds, roles that share a group added up.
 
 Parameters are cut as models/sharding.py cuts them (models/inventory.py), heads, columns and layers are a rank's own,
-rows those of its data-parallel share. docs/report.md has the formula.
+rows those of its data-parallel share, and tokens in a pass those of its slice. docs/report.md has the formula.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from headrace.flow.memory_terms import (
 )
 from headrace.models.hf import resolve_dtype
 from headrace.models.inventory import Inventory, Place, read_inventory
+from headrace.models.sequence_parallel import kv_copies
 from headrace.models.stage import split_layers
 from headrace.observe.machine import host_memory
 from headrace.observe.report_facts import format_bytes
@@ -199,7 +200,7 @@ def _group(
 
 def coordinates(p: Parallelism, rank: int) -> tuple[Place, Place, Place]:
     """Of a rank of a group: its (index, size) on tp, zero3 and pp, which decide what weights it has."""
-    dp, tp, pp = p.coordinates(rank)
+    dp, tp, pp, _ = p.coordinates(rank)
     return (tp, p.tp), (dp % p.zero3, p.zero3), (pp, p.pp)
 
 
@@ -292,10 +293,11 @@ def rank_sizes(
     """What a rank of a group with parallelism `p` has of a model, `width` bytes an element that is computed with."""
     tp, zero3, pp = coordinates(p, rank)
     shape = whole.shape
+    kv_heads = -(-shape.kv_heads // p.tp)
     own = replace(
         shape,
         heads=-(-shape.heads // p.tp),
-        kv_heads=-(-shape.kv_heads // p.tp),
+        kv_heads=kv_heads * kv_copies(kv_heads, p.sp),
         intermediate=-(-shape.intermediate // p.tp),
         vocab=-(-shape.vocab // p.tp),
         layers=max(1, len(split_layers(shape.layers, p.pp)[pp[0]])),
@@ -307,6 +309,7 @@ def rank_sizes(
         gathered=2 * layer + ends if p.zero3 > 1 else 0,
         summed=max(layer, ends) if p.zero3 > 1 else 0,
         passes=min(p.pp - pp[0], micros),
+        slices=p.sp,
         has_head=pp[0] == p.pp - 1,
     )
     return replace(whole, shape=own, start=None, cut=cut)

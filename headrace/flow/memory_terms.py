@@ -126,7 +126,8 @@ class Cut:
 
     `numel` of its parameters, `stored` bytes each; `gathered` elements that zero3 puts together for a pass, at most, and
     `summed`, those of the largest gradient it adds up at once. `passes`: micro-batches of a pipeline that are on their
-    way at the same time. `has_head`: it is in the last pipeline stage.
+    way at the same time. `has_head`: it is in the last pipeline stage. `slices`: ranks over which a pass's tokens are
+    shared out.
     """
 
     numel: int
@@ -135,6 +136,7 @@ class Cut:
     summed: int = 0
     passes: int = 1
     has_head: bool = True
+    slices: int = 1
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,8 @@ def add_training(
         estimate.phases[f"{role.name} optimizer step"] = [gradients, optimizer]
     else:
         estimate.always.append(optimizer)
-    tokens = tokens_at_once(config, load, estimate.kind)
+    slices = 1 if sizes.cut is None else sizes.cut.slices
+    tokens = -(-tokens_at_once(config, load, estimate.kind) // slices)
     parts = [gradients, _activations(config, sizes, width, tokens)]
     if sizes.cut is not None and sizes.cut.gathered:
         # a layer's gradient in the dtype of the pass, and the float32 copy that is added up over ranks
@@ -234,7 +237,7 @@ def add_training(
             gathered_part(sizes.cut, width),
             Part("gradients being summed", (width + 4) * sizes.cut.summed),
         ]
-    whole = min(int(tokens * load.shared), load.rows_per_update * load.longest)
+    whole = min(int(tokens * load.shared), -(-load.rows_per_update * load.longest // slices))
     if whole > tokens:
         # queries, keys, values and results are laid out sequence by sequence for attention
         kept = 1 if config.model.gradient_checkpointing else shape.layers

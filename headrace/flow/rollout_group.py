@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from headrace.cluster.group import WorkerGroup
@@ -53,6 +54,4 @@ class RolloutGroup:
 
 
 def _place(group: WorkerGroup) -> dict[str, Any]:
-    p = group.parallelism
-    degrees = {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero3": p.zero3}
-    return {"ranks": list(group.ranks), "parallelism": degrees}
+    return {"ranks": list(group.ranks), "parallelism": asdict(group.parallelism)}

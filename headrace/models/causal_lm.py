@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError, RunError
-from headrace.models.attention import AttentionContext, PackedAttention
+from headrace.models.attention import AttentionContext
 from headrace.models.lora import Adapters
 from headrace.models.norm import use_fast_norms
+from headrace.models.sequence_parallel import PackSlice
 from headrace.models.shards import Shards
 from headrace.models.stage import Run, relay, without_layers
 from headrace.models.tensor_parallel import VocabShard
@@ -238,10 +239,11 @@ def _error_against_hf(model: CausalLM | ScalarModel) -> float:
     # two sequences in one pack: the second must equal the model's own forward over that sequence alone
     packed = torch.cat([ids[:short], ids])
     positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
-    attention = PackedAttention([short, length], model.device)
+    part = PackSlice(len(packed), mesh)
+    attention = part.attention([short, length], model.device)
 
     def ours(chunk: int, incoming: Tensor | None) -> Tensor:
-        return model.run_layers(packed, positions, attention, chunk, incoming)
+        return model.run_layers(part.of(packed), part.of(positions), attention, chunk, incoming)
 
     def their_own(chunk: int, incoming: Tensor | None) -> Tensor:
         given = {"input_ids": ids.unsqueeze(0)} if incoming is None else {"inputs_embeds": incoming}
@@ -252,7 +254,7 @@ def _error_against_hf(model: CausalLM | ScalarModel) -> float:
         width = int(model.text_config.hidden_size)
         return relay(mesh, (1, tokens, width), model.dtype, run)
 
-    hidden = passed(ours, len(packed))[0, short:]
+    hidden = part.join(passed(ours, part.count)[0])[short:]
     before = config._attn_implementation
     try:
         model.hf.set_attn_implementation("eager")

@@ -1,7 +1,8 @@
-"""The processes that one model runs on: a grid `pp x dp_replicate x zero3 x tp`, and what they say to each other.
+"""The processes that one model runs on: a grid `pp x dp_replicate x zero3 x sp x tp`, and what they say to each
+other.
 
-Ranks along `dp_replicate` and `zero3` hold different rows (they are *data-parallel*); ranks along `pp` and `tp` hold the
-same rows. A mesh of one process has no groups, and every exchange gives back what it was given.
+Ranks along `dp_replicate` and `zero3` hold different rows (they are *data-parallel*); ranks along `pp`, `sp` and `tp`
+hold the same rows. A mesh of one process has no groups, and every exchange gives back what it was given.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from headrace.errors import ConfigError
 from headrace.stages import DataRanks
 
-Axis = Literal["pp", "dp_replicate", "zero3", "tp"]
+Axis = Literal["pp", "dp_replicate", "zero3", "sp", "tp"]
 DATA_AXES: tuple[Axis, ...] = ("dp_replicate", "zero3")
-ALL_AXES: tuple[Axis, ...] = ("pp", *DATA_AXES, "tp")
+ALL_AXES: tuple[Axis, ...] = ("pp", *DATA_AXES, "sp", "tp")
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Parallelism:
     `dp_replicate`: whole copies of the model. `zero3`: each weight, gradient and optimizer moment cut over so many
     data-parallel ranks. `tp`: each layer's heads, MLP columns and vocabulary cut over so many ranks. `pp`: the layers, in
     order, over so many ranks, and with `pp_chunks` above 1 in so many turns: of 8 layers in 2 x 2, the first rank has
-    1, 2, 5 and 6 (interleaved, training/timetable.py).
+    1, 2, 5 and 6 (interleaved, training/timetable.py). `sp`: the tokens of each micro-batch shared out over so many ranks
+    (models/sequence_parallel.py).
     """
 
     dp_replicate: int = 1
@@ -40,6 +42,7 @@ class Parallelism:
     tp: int = 1
     pp: int = 1
     pp_chunks: int = 1
+    sp: int = 1
 
     def __post_init__(self) -> None:
         wrong = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) < 1]
@@ -50,11 +53,11 @@ class Parallelism:
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp_replicate * self.zero3 * self.tp
+        return self.pp * self.dp_replicate * self.zero3 * self.sp * self.tp
 
 
 class Mesh:
-    """This process's place in the grid. Ranks count along `tp` first, then `zero3`, `dp_replicate`, `pp`.
+    """This process's place in the grid. Ranks count along `tp` first, then `sp`, `zero3`, `dp_replicate`, `pp`.
 
     Made by the processes in `ranks` at the same time, and by no others.
     """
@@ -77,13 +80,13 @@ class Mesh:
         ranks = range(dist.get_world_size()) if ranks is None else ranks
         if len(ranks) != p.size:
             raise ConfigError(
-                f"parallelism: pp={p.pp} x dp_replicate={p.dp_replicate} x zero3={p.zero3} x tp={p.tp} is {p.size}"
-                f" processes, and there are {len(ranks)}"
+                f"parallelism: pp={p.pp} x dp_replicate={p.dp_replicate} x zero3={p.zero3} x sp={p.sp} x tp={p.tp}"
+                f" is {p.size} processes, and there are {len(ranks)}"
             )
         if any(a >= b for a, b in itertools.pairwise(ranks)):
             # torch sorts the ranks of a group, and a rank's index in it must be its index on the axis
             raise ConfigError(f"parallelism: the ranks of a mesh must ascend, and {list(ranks)} do not")
-        grid = torch.tensor(list(ranks)).view(p.pp, p.dp_replicate, p.zero3, p.tp)
+        grid = torch.tensor(list(ranks)).view(p.pp, p.dp_replicate, p.zero3, p.sp, p.tp)
         if dist.get_rank() not in ranks:
             raise ConfigError(f"parallelism: rank {dist.get_rank()} is none of the mesh's {list(ranks)}")
         self.device_mesh = _device_mesh(self.device.type, grid)
@@ -135,6 +138,11 @@ class Mesh:
     def data_size(self) -> int:
         """How many processes (or groups of such) have rows of their own."""
         return self.size("dp_replicate") * self.size("zero3")
+
+    @property
+    def copy(self) -> int:
+        """This process's number among those that hold the same parts of a model: along `dp_replicate` and `sp`."""
+        return self.rank("dp_replicate") * self.size("sp") + self.rank("sp")
 
     def most(self, number: int) -> int:
         """The largest `number` of all data-parallel ranks."""

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 from headrace.errors import ConfigError
 from headrace.models.causal_lm import Backbone, CausalLM
 from headrace.models.mesh import Mesh
+from headrace.models.sequence_parallel import sp_problems
 from headrace.models.shards import Shards
 from headrace.models.stage import cut_stages, without_layers
 from headrace.models.tensor_parallel import ColumnLinear, RowLinear, VocabEmbedding, cut
@@ -36,8 +37,11 @@ def shard_model(model: Backbone, mesh: Mesh) -> None:
         raise ConfigError(f"parallelism: {type(model.hf).__name__} is already laid onto a mesh")
     if model.adapters is not None and p.tp * p.zero3 * p.pp > 1:
         raise ConfigError(
-            "parallelism: a model with LoRA adapters runs on dp_replicate alone; tp, zero3 and pp are not built"
+            "parallelism: a model with LoRA adapters runs on dp_replicate and sp alone; tp, zero3 and pp are not built"
         )
+    problems = sp_problems(model.hf, p.sp, p.tp)
+    if problems:
+        raise ConfigError(problems)
     shapes = {name: parameter.shape for name, parameter in model.hf.named_parameters()}
     model.shards = Shards(mesh, shapes)
     tp = mesh.group("tp")

@@ -1,7 +1,7 @@
 """Which part of each parameter this process holds, and the way between parts and whole tensors.
 
 Along `pp` a parameter is on one rank, or a tied one on two. There it is cut along `tp` first (one dimension of it, or not
-at all), and what is left along `zero3`, by rows.
+at all), and what is left along `zero3`, by rows. Ranks along `sp` have the same parts.
 """
 
 from __future__ import annotations

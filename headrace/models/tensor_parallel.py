@@ -43,6 +43,12 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
+def sum_over(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' `x` on each; backward, each gets the gradient of its own, which is the same on all."""
+    out: Tensor = _Sum.apply(x, group)
+    return out
+
+
 def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, group=group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from headrace.flow.cluster_plan import ClusterPlan, StagePlan
@@ -76,7 +77,7 @@ def beside_text(stage: StagePlan) -> str:
 
 
 def kind_text(edge: Edge) -> str:
-    return f"{edge.kind}, tp ranks copy" if edge.kind == "stays" and edge.bytes else edge.kind
+    return f"{edge.kind}, other ranks copy" if edge.kind == "stays" and edge.bytes else edge.kind
 
 
 def size_of(edge: Edge) -> str:
@@ -202,8 +203,7 @@ def cluster_json(cluster: ClusterPlan) -> dict[str, Any]:
 
 
 def degrees(part: Any) -> dict[str, int]:
-    p = part.place.parallelism
-    return {"dp": p.dp, "tp": p.tp, "pp": p.pp, "zero3": p.zero3}
+    return asdict(part.place.parallelism)
 
 
 def _group_json(g: GroupMemory) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The gradients of an update over a mesh: summed over the ranks that had other rows, and their one global norm.
+"""The gradients of an update over a mesh: summed over the ranks that had other rows or tokens, and their one global norm.
 
 The loss of an update is a sum over all its rows (docs/architecture.md), so gradients are summed and never averaged.
 """
@@ -31,7 +31,7 @@ def exchange_gradients(
         return {name: grad for name, grad in own.items() if grad is not None}
     # a rank without rows has none, and adding nothing must not become a gradient of 0 that decays unused weights
     has = torch.tensor([grad is not None for grad in own.values()], dtype=torch.int32, device=mesh.device)
-    mesh.all_reduce(has, DATA_AXES, ReduceOp.MAX)
+    mesh.all_reduce(has, (*DATA_AXES, "sp"), ReduceOp.MAX)
     tied = torch.tensor([name in shards.tied for name in own], device=mesh.device)
     has[tied] = _with_other_stage(has[tied], shards)
     everywhere: dict[str, Tensor] = {}
@@ -39,6 +39,7 @@ def exchange_gradients(
         if used:
             everywhere[name] = torch.zeros_like(weight, dtype=torch.float32) if grad is None else grad
     _sum(shards, list(everywhere.values()), "dp_replicate")
+    _sum(shards, list(everywhere.values()), "sp")
     _sum(shards, [grad for name, grad in everywhere.items() if name in shards.partial], "tp")
     for name in shards.tied:
         if name in everywhere:
@@ -90,5 +91,5 @@ def global_norm(gradients: Mapping[str, Tensor], shards: Shards) -> float:
         counts_here &= shards.stages.get(name, (mesh.rank("pp"),))[0] == mesh.rank("pp")
         # one that is not finite counts wherever it is: all have to hear of it
         total += square if counts_here else torch.where(square.isfinite(), 0.0, square)
-    total = torch.where(total.isfinite() & (mesh.rank("dp_replicate") > 0), 0.0, total)
+    total = torch.where(total.isfinite() & (mesh.copy > 0), 0.0, total)
     return float(mesh.all_reduce(total, ALL_AXES).sqrt())

@@ -25,7 +25,7 @@ from headrace.training.passes import Pass
 from headrace.training.timetable import Action, Tick, timetable, user
 
 Finish = Callable[[int, Tensor], Tensor | None]
-"""(number of the pass, last hidden states [1, C, H]) → its loss, where gradients are wanted."""
+"""(number of the pass, last hidden states [1, P, H]) → its loss, where gradients are wanted."""
 
 
 @dataclass

@@ -18,6 +18,7 @@ from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.logprobs import token_logprobs
 from headrace.models.sharding import settle
 from headrace.models.shards import local
+from headrace.models.tensor_parallel import sum_over
 from headrace.observe.metrics import MetricSums
 from headrace.training.engine import Loss, TokenOutputs, TrainingEngine, TrainingState
 from headrace.training.gathered import GatheredTensors
@@ -41,9 +42,9 @@ class TorchEngine(TrainingEngine):
     token (a critic), or with `scores_rows` one score a row, at its last token (a reward model).
 
     On a mesh every process of it calls the same methods at the same time, each data-parallel rank with its own rows
-    (any number, also none), pp and tp ranks with the same ones. `loss_weight` is that of the whole update, so the loss is
-    the sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows (the
-    gradient norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
+    (any number, also none), pp, sp and tp ranks with the same ones. `loss_weight` is that of the whole update, so the
+    loss is the sum over data-parallel ranks. Metrics are those of the rank's own rows; what is one number for all rows
+    (the gradient norm) is in those of the first data-parallel rank alone, so that whoever merges them counts it once.
     """
 
     def __init__(
@@ -95,16 +96,13 @@ class TorchEngine(TrainingEngine):
         return Pass(self.model, micro, micro["response_mask"].nonzero().flatten() - 1)
 
     def _head(self, done: Pass, hidden: torch.Tensor, with_entropy: bool) -> TokenOutputs:
-        """What the head says of a pass's last hidden states [1, C, H]."""
+        """What the head says of a pass's last hidden states [1, P, H]."""
         device, batch, wanted = self.model.device, done.batch, done.wanted(hidden)
         if isinstance(self.model, ScalarModel) and self.scores_rows:
-            return TokenOutputs(scores=self.model.scalars(wanted))
-        response = batch["response_mask"].nonzero().flatten()
-        index = response.to(device)
-        precision = torch.promote_types(torch.float32, self.model.dtype)
-        blank = torch.zeros(batch.num_tokens, dtype=precision, device=device)
+            return TokenOutputs(scores=self._among(batch.num_rows, done.own, self.model.scalars(wanted)))
+        response = batch["response_mask"].nonzero().flatten()[done.own]
         if isinstance(self.model, ScalarModel):
-            return TokenOutputs(values=blank.index_put((index,), self.model.scalars(wanted)))
+            return TokenOutputs(values=self._among(batch.num_tokens, response, self.model.scalars(wanted)))
         logprobs, entropy = token_logprobs(
             wanted,
             self.model.head(),
@@ -114,9 +112,16 @@ class TorchEngine(TrainingEngine):
             with_entropy=with_entropy,
         )
         return TokenOutputs(
-            logprobs=blank.index_put((index,), logprobs),
-            entropy=None if entropy is None else blank.index_put((index,), entropy),
+            logprobs=self._among(batch.num_tokens, response, logprobs),
+            entropy=None if entropy is None else self._among(batch.num_tokens, response, entropy),
         )
+
+    def _among(self, length: int, places: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[length] zeros but for `values` at `places`; along sp each rank gives its own places, and has those of all."""
+        device, group = self.model.device, self.shards.mesh.group("sp")
+        precision = torch.promote_types(torch.float32, self.model.dtype)
+        out = torch.zeros(length, dtype=precision, device=device).index_put((places.to(device),), values)
+        return out if group is None else sum_over(out, group)
 
     @property
     def _reports(self) -> bool:

@@ -49,13 +49,15 @@ def site(p: Parallelism, group_rank: int, first: int) -> Site:
         Parallelism(dp=2, tp=3),
         Parallelism(dp=4, tp=2, zero3=2),
         Parallelism(dp=6, tp=2, zero3=3),
+        Parallelism(dp=2, sp=3),
+        Parallelism(dp=4, sp=2, tp=2, zero3=2),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("first", [0, 3])
 def test_worker_groups_meshes_and_layouts_agree_on_who_holds_what(p: Parallelism, first: int) -> None:
     described = {name: (shape, torch.float32) for name, shape in SHAPES.items()}
-    axes = {"dp_replicate": p.dp // p.zero3, "zero3": p.zero3, "tp": p.tp}
+    axes = {"dp_replicate": p.dp // p.zero3, "zero3": p.zero3, "sp": p.sp, "tp": p.tp}
     ranks = range(first, first + p.size)
     layout = ModelOutline(described, DIMS).layout(model_ranks(ranks, p), first + p.size)
     usual = Layout.parallel(described, Grid(axes, ranks), tp=DIMS, zero3="zero3")
@@ -64,9 +66,14 @@ def test_worker_groups_meshes_and_layouts_agree_on_who_holds_what(p: Parallelism
         with rank_of(rank, first + p.size):
             own = site(p, group_rank, first)
             mesh = mesh_of(own)
-            replica, part, tp = (mesh.rank(axis) for axis in ("dp_replicate", "zero3", "tp"))
+            replica, part, sp, tp = (mesh.rank(axis) for axis in ("dp_replicate", "zero3", "sp", "tp"))
             assert (own.dp_rank, own.tp_rank) == (replica * p.zero3 + part, tp)
-            assert rank == first + (replica * p.zero3 + part) * p.tp + tp
+            assert rank == first + ((replica * p.zero3 + part) * p.sp + sp) * p.tp + tp
+            assert (mesh.data_rank, mesh.data_size) == (own.dp_rank, p.dp)
+            assert mesh.copy == replica * p.sp + sp
+            slices = mesh.group("sp")
+            if slices is not None:
+                assert dist.get_process_group_ranks(slices) == [rank + (i - sp) * p.tp for i in range(p.sp)]
             group = mesh.group("tp")
             if group is not None:
                 assert dist.get_process_group_ranks(group) == [rank - tp + i for i in range(p.tp)]

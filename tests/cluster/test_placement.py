@@ -36,14 +36,23 @@ def where(placement: Placement, role: str) -> tuple[tuple[int, ...], str]:
 def test_ranks_are_numbered_as_in_a_mesh_of_pp_dp_tp() -> None:
     p = Parallelism(dp=2, tp=2, pp=2)
     assert [p.coordinates(r) for r in range(8)] == [
-        (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 1, 1),
+        (0, 0, 0, 0), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 1, 0), (0, 1, 1, 0), (1, 0, 1, 0), (1, 1, 1, 0),
     ]  # fmt: skip
     assert [p.owner(d) for d in range(2)] == [4, 6]  # last stage, first of its tp ranks
 
 
-@given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 5))
-def test_coordinates_and_rank_are_inverse(dp: int, tp: int, pp: int) -> None:
-    p = Parallelism(dp, tp, pp)
+def test_sp_is_between_dp_and_tp() -> None:
+    p = Parallelism(dp=2, tp=2, sp=2)
+    assert [p.coordinates(r) for r in range(8)] == [
+        (0, 0, 0, 0), (0, 1, 0, 0), (0, 0, 0, 1), (0, 1, 0, 1), (1, 0, 0, 0), (1, 1, 0, 0), (1, 0, 0, 1), (1, 1, 0, 1),
+    ]  # fmt: skip
+    assert ([p.owner(d) for d in range(2)], p.size, p.copies) == ([0, 4], 8, 4)
+    assert str(Parallelism(dp=2, sp=4, tp=2, zero3=2)) == "dp2×sp4×tp2 zero3×2"
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
+def test_coordinates_and_rank_are_inverse(dp: int, tp: int, pp: int, sp: int) -> None:
+    p = Parallelism(dp, tp, pp, sp=sp)
     assert [p.rank(*p.coordinates(r)) for r in range(p.size)] == list(range(p.size))
 
 
@@ -71,6 +80,9 @@ def test_parallelism_alone() -> None:
     assert resolve(parallelism={"zero3": 2}).roles["actor"].parallelism == Parallelism(dp=2, zero3=2)
     assert resolve(parallelism={"zero3": True, "dp": 4}).roles["actor"].parallelism == Parallelism(4, zero3=4)
     assert resolve("gpu_8", parallelism={"tp": 2}).roles["actor"].parallelism == Parallelism(4, 2)
+    assert resolve("gpu_8", parallelism={"sp": 4}).roles["actor"].parallelism == Parallelism(2, sp=4)
+    p = resolve(parallelism={"sp": 2, "zero3": 2, "tp": 2})
+    assert (p.world, p.roles["actor"].parallelism) == (8, Parallelism(2, 2, zero3=2, sp=2))
     assert resolve().world == 1
 
 
@@ -195,6 +207,8 @@ def test_all_violations_at_once_by_key() -> None:
         ({**HOST, "planets": 3}, {}, "cluster.layout.planets", "unknown part"),
         ({"nodes": 3}, {}, "cluster.layout.nodes", "expected a list"),
         (HOST, {"parallelism": {"tp": 3}}, "cluster.parallelism", "= 6 ranks for the actor, but group 'all' has 8"),
+        (HOST, {"parallelism": {"sp": 3}}, "cluster.parallelism", "dp 2 x sp 3 x tp 1 x pp 1 = 6 ranks for the actor"),
+        (HOST, {"parallelism": {"cp": 2}}, "cluster.parallelism.cp", "the degrees are dp, sp, tp, pp and zero3"),
         (HOST, {"parallelism": {"tp": 0}}, "cluster.parallelism.tp", "at least 1"),
         (HOST, {"parallelism": {"zero3": 3, "dp": 8}}, "cluster.parallelism", "zero3 3 does not divide dp 8"),
         (HOST, {"available": 4}, "cluster.layout", "needs 8 GPUs; there are 4"),
@@ -231,6 +245,28 @@ def test_models_and_batches_that_do_not_fit() -> None:
     ]
     (layers,) = fit_violations(p, {"actor": ModelSize(16, 4, 25)}, {})
     assert "pp 3 does not divide the model's 25 layers; use pp 1" in layers
+
+
+def test_sp_divides_the_attention_heads_of_a_tp_rank() -> None:
+    """Key/value heads may be fewer: they are repeated. What tp does not divide is said of tp alone."""
+
+    def told(degrees: dict[str, int], heads: int, kv_heads: int) -> list[str]:
+        p = resolve(parallelism=degrees)
+        return [s.partition(": ")[2] for s in fit_violations(p, {"actor": ModelSize(heads, kv_heads, 2)}, {})]
+
+    assert told({"sp": 8, "dp": 2}, 16, 2) == told({"sp": 4, "tp": 2}, 16, 2) == []
+    assert told({"sp": 6}, 14, 2) == ["sp 6 does not divide the model's 14 attention heads; use sp 2"]
+    assert told({"sp": 4, "tp": 2}, 12, 2) == [
+        "sp 4 does not divide the 6 attention heads of each tp rank; use sp 3"
+    ]
+    assert [s[:4] for s in told({"sp": 2, "tp": 4}, 6, 4)] == ["tp 4"]
+
+
+def test_an_actor_under_sp_generates_in_whole_copies() -> None:
+    """On the same ranks, each with rows of its own."""
+    p = resolve(parallelism={"dp": 2, "sp": 2, "tp": 2}, roles=("actor", "rollout")).generating()
+    assert where(p, "actor") == (tuple(range(8)), "dp2×sp2×tp2")
+    assert where(p, "rollout") == (tuple(range(8)), "dp4×tp2")
 
 
 def test_a_parallelism_of_all_roles_is_told_of_once() -> None:

@@ -101,6 +101,26 @@ def test_zero3_in_bfloat16_keeps_float32_shards(arithmetic: Path, tmp_path: Path
     assert update["gradients being summed"] == (2 + 4) * LAYER
 
 
+def test_sp_divides_the_tokens_of_a_pass(arithmetic: Path, tmp_path: Path) -> None:
+    """Weights are whole on each rank; of two key/value heads each of four ranks has one in attention, four in all."""
+    found = estimated(arithmetic, tmp_path, cluster={"parallelism": {"sp": 4}})
+    (group,) = found.groups
+    assert group.least == [16 * MODEL] * 4
+    update = sizes(group.largest.phases["actor update"])
+    own = ModelShape(1, 0, 2, 128, 512, 4, 4, 32, 14, gated=True, query_key_norm=True)
+    ends, passing = 128 * (4 + 5 * 4), 4 * (3 * 512 + 4 * 128)
+    assert update == {
+        "actor gradients": 4 * MODEL,
+        "activations of up to 40 tokens": 40 * (2 * layer_bytes(own, 4) + ends + passing),
+        "logits": 3 * 4 * 14 * 40,
+        "output head's gradient": 4 * 14 * 128,
+    }
+    rollout = sizes(group.largest.phases["rollout"])
+    # each generates for a quarter of the prompts, with the actor's weights as they lie
+    assert rollout["KV cache of 128 tokens"] == 128 * 2 * 2 * 2 * 32 * 4
+    assert rollout["rollout weights"] == 0
+
+
 def test_dp_has_the_whole_model_and_half_of_the_rows(arithmetic: Path, tmp_path: Path) -> None:
     (group,) = estimated(arithmetic, tmp_path, cluster={"layout": "cpu_2"}).groups
     assert group.least == [16 * MODEL] * 2

@@ -237,6 +237,7 @@ VIOLATIONS: dict[str, tuple[dict[str, Any], str, str]] = {
         ACTOR,
         "tp 4 does not divide the model's 2 key/value heads; use tp 2",
     ),
+    "sp": (split(actor={"sp": 8}), ACTOR, "sp 8 does not divide the model's 4 attention heads; use sp 4"),
     "layers": (
         split(actor={}, reference={"pp": 4}),
         REFERENCE,
@@ -281,6 +282,31 @@ def test_every_violation_comes_with_those_of_data_reward_and_models(
     assert any(e.startswith("reward.function: ") for e in errors), errors
     assert any(e.startswith("data.path: ") for e in errors), errors
     assert not (tmp_path / "runs").exists()
+
+
+def test_sp_with_adapters(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused where the actor has to generate."""
+    wrong = {**config, "cluster": {"layout": split(actor={"sp": 2})}, "lora": {"rank": 2}}
+    code, _, errors = plan(wrong, tmp_path, capsys)
+    assert code == 2
+    assert errors == [
+        "lora.rank: an actor with adapters generates in the layout that it trains in so far, and by"
+        f" {ACTOR} it would train in sp2 and generate in dp2"
+    ]
+
+
+def test_sp_in_a_plan(config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config["cluster"] = {"parallelism": {"sp": 2, "dp": 2}}
+    code, out, _ = plan(config, tmp_path, capsys, "--json", str(tmp_path / "plan.json"))
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "grpo on 4 CPU processes in 1 group, gloo: " + config["model"]["path"] in lines
+    assert "actor all dp2×sp2 localhost:0-3" in lines
+    assert "rollout all dp4 localhost:0-3" in lines
+    assert "all dp2×sp2 → all dp4: 0 B move after each step's updates" in lines
+    cluster = json.loads((tmp_path / "plan.json").read_text())["cluster"]
+    degrees = {"dp": 2, "sp": 2, "tp": 1, "pp": 1, "zero3": 1}
+    assert {s["name"]: s["parallelism"] for s in cluster["stages"]}["update"] == degrees
 
 
 def test_many_violations_at_once(

@@ -29,6 +29,7 @@ from headrace.models.tensor_parallel import VocabShard
 from headrace.rollout.engine import Request, SamplingParams
 from headrace.rollout.native.engine import NativeEngine
 from headrace.training.engine import TrainingState
+from headrace.training.passes import Pass
 from headrace.training.torch_engine import TorchEngine
 
 Layout = dict[str, int]
@@ -42,6 +43,8 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
         mesh = meshes[mesh_run.label(layout)]
         for case in cases:
             deep = mesh_run.num_layers(case[0]) > 2
+            if case[0] in ("gpt2", "qwen3+lora") and layout != {"sp": 2}:
+                continue
             if mesh_run.fits(mesh, case[0]) and ("pp" in layout or not deep):
                 checkpointing = case[0] == "qwen2"
                 out[key(layout, case)] = run(make(*case, mesh, checkpointing=checkpointing), mesh)
@@ -49,7 +52,9 @@ def everything(layouts: list[Layout], cases: list[Case], folders: dict[str, str]
         all_meshes = meshes
         meshes = {name: mesh for name, mesh in meshes.items() if mesh_run.fits(mesh, "of 2 layers")}
         out["skip"] = {name: skip(mesh) for name, mesh in meshes.items()}
-        out["move"] = move_state(list(all_meshes.values()), Path(folders.pop("state")))
+        out["move"] = move_state(list(all_meshes.values())[1:], Path(folders.pop("state")))
+        out["rows"] = row_by_row(meshes["sp2"])
+        out["kept_bytes"] = kept_bytes(meshes["sp2"])
         out["vocab"] = vocabulary_parallel(meshes["tp2"])
         out["bfloat16"] = {name: bfloat16(mesh) for name, mesh in meshes.items()}
         out["rollout"] = sampled(meshes["tp2"], folders["untied"])
@@ -93,7 +98,7 @@ def saved(model: CausalLM | ScalarModel, folder: Path) -> dict[str, torch.Tensor
 
 def label(mesh: Mesh) -> str:
     p = mesh.parallelism
-    return f"{p.dp_replicate}-{p.zero3}-{p.tp}"
+    return f"{p.dp_replicate}-{p.zero3}-{p.tp}-{p.sp}"
 
 
 def refusals(engine: TorchEngine) -> list[str]:
@@ -159,6 +164,34 @@ def skip(mesh: Mesh) -> dict[str, Any]:
         "numbers": engine.state_dict().numbers,
         "tensors": dict(engine.state_dict().tensors),
     }
+
+
+def row_by_row(mesh: Mesh) -> dict[str, Any]:
+    """Outputs of each row by itself, and an update on the shortest."""
+    engine = make("qwen3", True, "policy", mesh)
+    batch = mesh_run.global_batch(0)
+    outputs = [engine.outputs(batch.select([r])).logprobs for r in range(batch.num_rows)]
+    shortest = batch.select([mesh_run.ROWS.index((1, 1))])
+    metrics = engine.update(shortest, mesh_run.policy_loss()).means()
+    return {"logprobs": outputs, "metrics": metrics, "tensors": dict(engine.state_dict().tensors)}
+
+
+def kept_bytes(mesh: Mesh) -> int:
+    """What the layers keep of a pass over all rows for the backward pass, besides the weights."""
+    model = make("llama", True, "policy", mesh).model
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = mesh_run.global_batch(0)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = Pass(model, batch, batch["response_mask"].nonzero().flatten() - 1).run(0, None)
+    return sum(kept.values()) if hidden.requires_grad else 0
 
 
 def move_state(meshes: list[Mesh], folder: Path) -> dict[str, Any]:

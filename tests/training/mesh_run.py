@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from headrace.algorithms.reduction import token_weights
-from headrace.config import AlgorithmConfig
+from headrace.config import AlgorithmConfig, LoraConfig
 from headrace.data.batch import Batch
 from headrace.models.causal_lm import CausalLM, ScalarModel
 from headrace.models.heads import critic_from
@@ -23,6 +23,7 @@ from headrace.models.mesh import Mesh
 from headrace.models.sharding import shard_model
 from headrace.models.shards import local
 from headrace.observe.metrics import MetricSums
+from headrace.roles.role import adapt
 from headrace.training.optimizer import OptimizerSettings
 from headrace.training.policy_loss import PolicyLoss
 from headrace.training.preference_loss import PreferenceLoss, pair_weights
@@ -61,7 +62,7 @@ def build(name: str, tied: bool, kv_heads: int = 2) -> CausalLM:
     """
     import transformers as t
 
-    name, layers = name.partition("/")[0], num_layers(name)
+    name, layers = name.partition("/")[0].partition("+")[0], num_layers(name)
 
     shape = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
@@ -75,6 +76,19 @@ def build(name: str, tied: bool, kv_heads: int = 2) -> CausalLM:
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**shape, head_dim=16)),
         "gemma3": lambda: t.Gemma3ForCausalLM(
             t.Gemma3TextConfig(**shape, head_dim=16, sliding_window=7, final_logit_softcapping=20.0)
+        ),
+        "gpt2": lambda: t.GPT2LMHeadModel(
+            t.GPT2Config(
+                vocab_size=VOCAB,
+                n_embd=32,
+                n_inner=48,
+                n_layer=layers,
+                n_head=4,
+                n_positions=256,
+                bos_token_id=None,
+                eos_token_id=None,
+                tie_word_embeddings=tied,
+            )
         ),
     }
     hf = kinds[name]()
@@ -154,6 +168,9 @@ def make(
     """`head`: "policy", "value" or "score" (a reward model)."""
     model: CausalLM | ScalarModel = build(name, tied)
     model.hf.to(dtype)
+    if name.endswith("+lora"):
+        torch.manual_seed(5)
+        adapt(model, LoraConfig(rank=2), "base")
     if head != "policy":
         assert isinstance(model, CausalLM)
         model = critic_from(model)

@@ -20,7 +20,7 @@ from headrace.training.engine import TrainingState
 # float32 sums in another order: the largest difference seen is 3e-6; Adam moves a weight by up to 1e-3 an update
 TOLERANCE = 2e-5
 INTERLEAVED = {"pp": 2, "pp_chunks": 2}
-TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"pp": 2}]
+TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}]
 FOUR = [
     {"dp_replicate": 2, "tp": 2},
     {"zero3": 2, "tp": 2},
@@ -28,9 +28,14 @@ FOUR = [
     {"pp": 2, "tp": 2},
     {"pp": 2, "dp_replicate": 2},
     {"pp": 2, "zero3": 2},
+    {"sp": 4},  # more ranks than key/value heads, and than some micro-batches have tokens
+    {"dp_replicate": 2, "sp": 2},
+    {"zero3": 2, "sp": 2},
+    {"sp": 2, "tp": 2},
+    {"pp": 2, "sp": 2},
 ]
 FOUR_DEEP = [{"pp": 4}, INTERLEAVED | {"zero3": 2}]
-EIGHT = [{"pp": 2, "dp_replicate": 2, "tp": 2}]
+EIGHT = [{"pp": 2, "dp_replicate": 2, "tp": 2}, {"zero3": 2, "sp": 2, "tp": 2}]
 CASES: list[Case] = [
     ("qwen3", True, "policy"),
     ("qwen3", False, "policy"),
@@ -44,6 +49,8 @@ CASES: list[Case] = [
 ]
 # more layers, of which stages have different numbers
 DEEP: list[Case] = [("qwen3/5", True, "policy"), ("gemma3/5", False, "policy"), ("llama/5", True, "value")]
+# learned positions and fused projections; adapters
+SLICED: list[Case] = [("gpt2", True, "policy"), ("qwen3+lora", True, "policy")]
 FOUR_CASES: list[Case] = [("qwen3", True, "policy"), ("llama", False, "policy"), ("qwen3", False, "value")]
 
 
@@ -60,7 +67,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         2,
         tmp_path_factory.mktemp("two"),
         [*TWO, INTERLEAVED],
-        [*CASES, *DEEP],
+        [*CASES, *DEEP, *SLICED],
         folders,
     )
 
@@ -138,6 +145,28 @@ def test_stages_of_unlike_size_train_as_one(two, layout, case) -> None:
     check(two, layout, case)
 
 
+@pytest.mark.parametrize("case", SLICED, ids=name_of)
+def test_what_only_sp_shares_out_trains_as_one(two, case) -> None:
+    check(two, {"sp": 2}, case)
+
+
+def test_rows_alone_in_their_micro_batch(two) -> None:
+    """Among them one of two tokens, of which a single one is computed, and one without a response."""
+    expected = mesh_checks.row_by_row(Mesh())
+    for rank in two:
+        for mine, one in zip(rank["rows"]["logprobs"], expected["logprobs"], strict=True):
+            torch.testing.assert_close(mine, one, atol=TOLERANCE, rtol=TOLERANCE)
+        assert rank["rows"]["metrics"] == pytest.approx(expected["metrics"], rel=TOLERANCE, abs=TOLERANCE)
+        for name, value in expected["tensors"].items():
+            torch.testing.assert_close(rank["rows"]["tensors"][name], value, atol=TOLERANCE, rtol=0)
+
+
+def test_sp_halves_what_the_backward_pass_needs(two) -> None:
+    whole = mesh_checks.kept_bytes(Mesh())
+    for rank in two:
+        assert 0.45 * whole < rank["kept_bytes"] < 0.55 * whole
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FOUR, ids=label)
 @pytest.mark.parametrize("case", FOUR_CASES, ids=name_of)
@@ -190,7 +219,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_on_all(two, layout) -> 
 
 
 def test_a_state_goes_from_layout_to_layout(two) -> None:
-    """dp2 → zero3x2 → tp2 → pp2 → pp2 in four stages, one update each, then here on one process."""
+    """zero3x2 → tp2 → sp2 → pp2 → pp2 in four stages, one update each, then here on one process."""
     case: Case = ("qwen3/5", True, "policy")
     expected = alone(case)
     for rank in two:
@@ -286,7 +315,8 @@ def test_a_model_is_read_in_slices(two, layout, kind) -> None:
             for name, value in weights.items():
                 torch.testing.assert_close(got["saved"][name], value.detach(), atol=TOLERANCE, rtol=0)
         wrong = ["already laid onto a mesh"]
-        if "dp_replicate" not in layout:
+        whole_copies = "dp_replicate" in layout or "sp" in layout
+        if not whole_copies:
             wrong += ["cannot be copied"]
         if "pp" in layout:
             wrong += ["only some layers of the model"]
@@ -296,7 +326,7 @@ def test_a_model_is_read_in_slices(two, layout, kind) -> None:
             continue
         assert got["names"] == [name for name, _ in one.model.hf.named_parameters()]
         # norms are whole under tp, and one rank has the larger part of an odd vocabulary
-        assert got["bytes"] <= whole if "dp_replicate" in layout else got["bytes"] < 0.53 * whole
+        assert got["bytes"] <= whole if whole_copies else got["bytes"] < 0.53 * whole
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "critic"])

@@ -20,7 +20,7 @@ from headrace.models.mesh import Mesh, Parallelism
 from headrace.training.engine import TrainingState
 
 ALONE = {"dp_replicate": 1}
-TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"pp": 2}]
+TWO = [{"dp_replicate": 2}, {"zero3": 2}, {"tp": 2}, {"sp": 2}, {"pp": 2}]
 FOUR = [*TWO, {"zero3": 2, "tp": 2}]
 Ranks = list[dict[str, Any]]
 
