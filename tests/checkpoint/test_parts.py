@@ -92,6 +92,8 @@ LAYOUTS = [
     Parallelism(tp=2),
     Parallelism(pp=2),
     Parallelism(zero3=2, tp=2),
+    Parallelism(sp=2),
+    Parallelism(zero3=2, sp=2, tp=2),
     Parallelism(dp_replicate=3, zero3=2),
     Parallelism(pp=2, dp_replicate=2, zero3=3, tp=2),
 ]
