@@ -20,6 +20,7 @@ from headrace.config_aliases import ALIASES, STRUCTURED, apply_aliases, suggest
 from headrace.config_explain import explain, sections
 from headrace.config_load import config_to_yaml, load_config, parse_value
 from headrace.errors import ConfigError, HeadraceError
+from headrace.observe.console import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -261,25 +262,3 @@ def _unknown_flag(text: str) -> str:
     bare = name.lstrip("-").replace("-", "_")
     close = difflib.get_close_matches(bare, [*ALIASES, *STRUCTURED], n=1, cutoff=0.75)
     return f"{name}: unknown flag" + (f"; did you mean {flag(close[0])}?" if close else suggest(bare))
-
-
-class _StderrHandler(logging.Handler):
-    """Writes to what sys.stderr is at that moment, so that a replaced or captured stderr gets the lines."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        sys.stderr.write(self.format(record) + "\n")
-
-
-def set_up_logging() -> None:
-    """headrace's log goes to stderr from INFO on; transformers shows warnings only and no progress bars."""
-    root = logging.getLogger("headrace")
-    if not root.handlers:
-        handler = _StderrHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_warning()
-    transformers_logging.disable_progress_bar()

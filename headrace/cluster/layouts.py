@@ -92,7 +92,8 @@ def resolve(
     if placement.device == "cuda" and (placement.world > 1 or raw.get("device") or num_gpus):
         if available is not None and placement.world > available:
             key = KEY if num_gpus is None else "cluster.num_gpus"
-            other = "" if raw.get("device") or num_gpus else "; run.device=cpu makes CPU processes instead"
+            stated = raw.get("device") or num_gpus or device == "cpu"
+            other = "" if stated else "; run.device=cpu makes CPU processes instead"
             problems.append(f"{key}: needs {placement.world} GPUs; there are {available}{other}")
         if device == "cpu":
             problems.append(f"run.device: cpu, but {KEY} or cluster.num_gpus asks for GPUs; give one of them")
@@ -392,7 +393,9 @@ class _Draft:
             return explicit[0] if explicit else 1
         if isinstance(value, str):
             share = Fraction(1) if value == "all" else Fraction(value)
-            if (share * total).denominator != 1 or share * total < 1:
+            if not total:
+                self.problems.append(f"{key}: {value} of how many devices? give nodes, or a number")
+            elif (share * total).denominator != 1 or share * total < 1:
                 self.problems.append(f"{key}: {value} of {total} devices is no whole number of them")
             return max(1, int(share * total))
         return self.whole(value, key)

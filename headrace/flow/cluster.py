@@ -80,7 +80,8 @@ class ClusterRuntime(Runtime):
                 "total_updates": updates_of(flow, role, total_steps),
             }
             description = describe_role(role, flow.config, **preparation)
-            logger.info("loading the %s in %d processes", name, len(group.ranks))
+            count = len(group.ranks)
+            logger.info("loading the %s in %d process%s", name.replace("_", " "), count, "es" * (count != 1))
             group.create(WORKER, **description)
             self.groups[name] = group
             places = self.executor.placement.roles

@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.errors import ConfigError
+from headrace.flow.graph import Stage
 from headrace.flow.memory_terms import Estimate, Part, tokens_at_once
 from headrace.observe.report_facts import format_bytes
 from headrace.trainers.plan import Plan, PlannedCommand, make_plan
@@ -65,9 +66,15 @@ def _stages(plan: Plan) -> list[tuple[str, str]]:
     for stage in plan.flow.stages:
         spec = stage.spec
         what = "trains " + stage.role.name if spec.trains and stage.role is not None else ""
-        arrow = f"{', '.join(spec.reads) or '(the completion)'} → {', '.join(spec.writes) or 'new weights'}"
+        arrow = f"{', '.join(_reads(plan, stage)) or '(the completion)'} → {', '.join(spec.writes) or 'new weights'}"
         rows.append((stage.name, f"{arrow}{f'  [{what}]' if what else ''}"))
     return rows
+
+
+def _reads(plan: Plan, stage: Stage) -> list[str]:
+    """The columns that a stage needs, and those that it uses because another stage writes them."""
+    written = {name for s in plan.flow.stages for name in s.spec.writes}
+    return [*stage.spec.reads, *(name for name in stage.spec.optional if name in written)]
 
 
 def _data_line(plan: Plan) -> str:
@@ -183,7 +190,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "stages": [
             {
                 "name": s.name,
-                "reads": list(s.spec.reads),
+                "reads": _reads(plan, s),
                 "writes": list(s.spec.writes),
                 "trains": s.spec.trains,
             }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, overload
 
@@ -12,6 +13,7 @@ from headrace.config_load import from_mapping, set_values
 from headrace.config_places import PLACE_NAMES, Place, cluster_settings, place_of, same_degrees
 from headrace.errors import ConfigError
 from headrace.flow.run import RunResult
+from headrace.observe.console import set_up_logging
 from headrace.roles.actor import Actor
 from headrace.roles.critic import Critic
 from headrace.roles.reference import Reference
@@ -125,6 +127,8 @@ class RLTrainer:
 
         Raises ConfigError before anything is loaded when settings or data are wrong.
         """
+        if not logging.getLogger("headrace").hasHandlers():
+            set_up_logging()  # a script that has its own gets headrace's lines there
         config = self.resolve(**keywords)
         reward = self.reward_fn if self.reward_fn is not None else config.reward.function
         given = [k for k, v in (("data.path:", dataset), ("reward.function:", reward)) if v is not None]

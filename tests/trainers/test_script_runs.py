@@ -65,6 +65,8 @@ def test_a_script_with_its_own_reward(script: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-1]) >= 2.0
+    # a start takes long, and a script hears of it as a command does
+    assert "starting Ray on this host, for 2 processes" in done.stderr
     assert (folder / "runs/script/logs/pair-rank-1.log").is_file()
     start, kept, left = (
         (folder / f / "model.safetensors").read_bytes() for f in ("model", "kept", "runs/script/model")
