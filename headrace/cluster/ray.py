@@ -84,6 +84,9 @@ class RayExecutor(Executor):
         try:
             self._connect(address)
             self._start(start_s)
+        except OSError as error:  # of the temporary folder, or of that of the logs
+            self.close()
+            raise RunError(f"the processes cannot be started: {error}") from error
         except BaseException:
             self.close()
             raise
