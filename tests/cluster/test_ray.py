@@ -340,6 +340,13 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_ray
+def test_a_ray_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match="Ray, which is installed but cannot be imported"):
+        RayExecutor(resolve("cpu_2"), tmp_path)
+
+
 def test_a_full_disk_while_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "/tmp/hr-1")
