@@ -289,11 +289,14 @@ class ClusterConfig(Section):
     @field_validator("parallelism", mode="before")
     @classmethod
     def _degrees(cls, value: Any) -> Any:
+        problems = []
         for name, degree in value.items() if isinstance(value, dict) else ():
             if name not in ("dp", "sp", "tp", "pp", "zero3"):
-                raise ValueError(f"unknown degree {name}; the degrees are dp, sp, tp, pp and zero3")
-            if not isinstance(degree, int) or (degree < 1 and degree is not False):
-                raise ValueError(f"{name} is {degree!r}; expected a whole number of at least 1")
+                problems.append(f"unknown degree {name}; the degrees are dp, sp, tp, pp and zero3")
+            elif not isinstance(degree, int) or (degree < 1 and degree is not False):
+                problems.append(f"{name} is {degree!r}; expected a whole number of at least 1")
+        if problems:
+            raise ValueError("; ".join(problems))
         return value
 
 

@@ -181,5 +181,5 @@ class _Said:
                 " cuda:0-3 or cuda:0,2"
             )
             return
-        numbers = ",".join(dict.fromkeys(t.partition(":")[2] for t in texts))
+        numbers = ",".join(t.partition(":")[2] for t in texts)  # one given twice is refused with the layout
         self.devices[role] = f"{kinds.pop()}:{numbers}" if numbers else texts[0]

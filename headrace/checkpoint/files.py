@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,10 @@ from headrace.training.slices import Slice, SlicedTensors
 
 SLICES = "slices"
 """What of a file's metadata says which of its tensors are slices."""
+CHECKPOINT = "checkpoint"
+"""What of it says which checkpoint the file is of: those of two steps are of the same size."""
+_BEING_WRITTEN = re.compile(r"\.(step_\d+)-.+")
+"""The folder of a checkpoint until it is whole (save.py)."""
 _CODES = {
     torch.float32: "F32",
     torch.float64: "F64",
@@ -42,7 +47,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     else:
         slices = {name: Slice.all_of(tensor) for name, tensor in tensors.items()}
     with path.open("wb") as file:
-        header = _header(slices)
+        being_written = _BEING_WRITTEN.fullmatch(path.parent.name)
+        header = _header(slices, {CHECKPOINT: being_written[1]} if being_written else {})
         file.write(len(header).to_bytes(8, "little") + header)
         for own in slices.values():
             flat = own.tensor.detach().cpu().contiguous().reshape(-1)
@@ -50,7 +56,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         sync(file.fileno())
 
 
-def _header(slices: Mapping[str, Slice]) -> bytes:
+def _header(slices: Mapping[str, Slice], metadata: dict[str, str]) -> bytes:
     header: dict[str, object] = {}
     cut = {
         name: {"start": list(own.start), "of": list(own.whole)}
@@ -58,7 +64,9 @@ def _header(slices: Mapping[str, Slice]) -> bytes:
         if not own.is_whole
     }
     if cut:
-        header["__metadata__"] = {SLICES: json.dumps(cut, separators=(",", ":"))}
+        metadata = {**metadata, SLICES: json.dumps(cut, separators=(",", ":"))}
+    if metadata:
+        header["__metadata__"] = metadata
     end = 0
     for name, own in slices.items():
         start, end = end, end + own.tensor.nbytes

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from headrace.checkpoint.files import CHECKPOINT, TensorFile
 from headrace.checkpoint.parts import TensorParts, part_names
 from headrace.checkpoint.save import FORMAT, FORMATS, STATE, CheckpointStore
 from headrace.errors import ConfigError
@@ -92,6 +93,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
         for names in part_names(state["sizes"]).values():
             with TensorParts([path / name for name in names]):
                 pass
+        own = f"step_{state['step']}"
+        for name in state["sizes"]:
+            with TensorFile(path / name) as file:
+                written = file.metadata.get(CHECKPOINT, own)
+            if written != own:
+                raise ConfigError(f"{path}: the checkpoint is damaged ({name} is of {written})")
         return Checkpoint(path, int(state["step"]), state)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"

@@ -12,12 +12,14 @@ from headrace.config_places import DEGREES
 
 GPUS_A_HOST = 8
 """Of hosts that nobody described."""
+MOST_DEVICES = 10**6
+"""Of one entry of a layout."""
 _DEVICES = re.compile(r"(?:(cuda|cpu|gpu)(?::|$))?(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)?")
 
 
 def device_numbers(value: Any, key: str, problems: list[str]) -> list[int]:
     """The device numbers that `cuda:0-3`, `0,2-3`, 2 or a list of such mean."""
-    if isinstance(value, list):
+    if isinstance(value, list) and value:
         return [n for v in value for n in device_numbers(v, key, problems)]
     match = _DEVICES.fullmatch(str(value).replace(" ", ""))
     if match is None or isinstance(value, bool | float):
@@ -26,7 +28,7 @@ def device_numbers(value: Any, key: str, problems: list[str]) -> list[int]:
     out: list[int] = []
     for part in (match[2] or "0").split(","):
         first, _, last = part.partition("-")
-        if int(last or first) < int(first) or int(last or first) > 10**6:
+        if int(last or first) < int(first) or int(last or first) > MOST_DEVICES:
             problems.append(f"{key}: {value!r} is no range; write it as cuda:0-3")
             return []
         out += range(int(first), int(last or first) + 1)
@@ -46,7 +48,7 @@ def read_degrees(raw: Any, key: str, problems: list[str]) -> dict[str, int]:
             problems.append(f"{key}.{name}: unknown degree; the degrees are dp, sp, tp, pp and zero3")
         elif name == "zero3" and isinstance(value, bool):
             out["zero3"] = 0 if value else 1
-        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 10**6:
+        elif isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_DEVICES:
             problems.append(f"{key}.{name}: expected a whole number of at least 1, got {value!r}")
         else:
             out[str(name)] = value
@@ -60,6 +62,19 @@ def ranks_of(degrees: Mapping[str, int]) -> int | None:
     if not degrees:
         return None
     return math.prod(degrees.get(name, 1) for name in ("dp", "sp", "tp", "pp"))
+
+
+def group_name_violation(name: str) -> str | None:
+    """What is wrong with the name of a group; files are named after it."""
+    if (
+        name
+        and len(name) <= 64
+        and name == name.strip()
+        and re.fullmatch(r"[^./\\][^/\\]*", name)
+        and name.isprintable()
+    ):
+        return None
+    return f"cluster.layout.groups: {name!r} is no name for a group, since log files are named after it; use a plain one"
 
 
 def unnamed_hosts(devices: int, kind: str) -> list[Host]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -18,7 +19,9 @@ from typing import Any, Literal
 
 from headrace.cluster.described import with_described
 from headrace.cluster.layout_values import (
+    MOST_DEVICES,
     device_numbers,
+    group_name_violation,
     is_share,
     listed,
     ranks_of,
@@ -161,7 +164,10 @@ def _read(
             close = difflib.get_close_matches(layout, templates(), 1)
             hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(templates())}"
             return {}, [f"{KEY}: '{layout}' is no template and no .yaml file; {hint}"]
-        layout = read_settings(Path(layout))
+        try:
+            layout = read_settings(Path(layout))
+        except ConfigError as error:
+            return {}, [f"{KEY}: {violation}" for violation in error.violations]
     raw = dict(layout)
     if "cluster" in raw and len(raw) == 1 and isinstance(raw["cluster"], Mapping):
         raw = dict(raw["cluster"])
@@ -194,6 +200,7 @@ class _Draft:
         self.wanted = {str(name): value for name, value in groups.items()}
         self.read_nodes(num_gpus)
         self.read_roles()
+        self.problems += filter(None, map(group_name_violation, self.wanted))
         device = self.read_device(num_gpus)
         made = self.make_groups(device)
         roles = {
@@ -221,6 +228,7 @@ class _Draft:
         return value
 
     def read_nodes(self, num_gpus: int | None) -> None:
+        written: list[str] = []
         for i, node in enumerate(self.part("nodes", list)):
             key = f"{KEY}.nodes[{i}]"
             if not isinstance(node, Mapping):
@@ -232,16 +240,28 @@ class _Draft:
             count = self.whole(node.get("count", 1), f"{key}.count")
             per = "devices_per_node" if "devices_per_node" in node else "gpus_per_node"
             devices = self.whole(node.get(per, 1), f"{key}.{per}")
-            name = str(node.get("name", f"node-{i}"))
+            if count * devices > MOST_DEVICES:
+                self.problems.append(
+                    f"{key}: {count} x {devices} devices; at most {MOST_DEVICES} can be described"
+                )
+                count = devices = 1
+            name = self.name(node.get("name", f"node-{i}"), f"{key}.name")
+            written.append(name)
             start = sum(h.devices for h in self.hosts)
             self.hosts += [Host(name if count == 1 else f"{name}-{n}", devices) for n in range(count)]
             for role in self.node_roles(node.get("role"), f"{key}.role"):
                 # a node that names a role is that role's group
                 self.wanted.setdefault(name, f"{start}-{start + count * devices - 1}")
-                self.asked[role] = (name, {})
-        names = [h.name for h in self.hosts]
-        for name in dict.fromkeys(n for n in names if names.count(n) > 1):
-            self.problems.append(f"{KEY}.nodes: the name '{name}' is given {names.count(name)} times")
+                if self.asked.setdefault(role, (name, {}))[0] != name:
+                    self.problems.append(
+                        f"{key}.role: the {role} is on '{self.asked[role][0]}' already; for both, use {KEY}.groups"
+                    )
+        # a node's own name too: it is that of a group, which two nodes would share
+        twice = Counter(written) - Counter(set(written)) or Counter(h.name for h in self.hosts)
+        for name, more in twice.items():
+            times = max(written.count(name), more)
+            if times > 1:
+                self.problems.append(f"{KEY}.nodes: the name '{name}' is given {times} times")
         if num_gpus is not None and num_gpus > 0:
             if num_gpus > 8 and num_gpus % 8:
                 self.problems.append(
@@ -251,7 +271,7 @@ class _Draft:
             self.hosts = [Host(f"host-{n}" if many > 1 else "host", num_gpus // many) for n in range(many)]
 
     def node_roles(self, value: Any, key: str) -> list[str]:
-        names = [value] if isinstance(value, str) else list(value or [])
+        names = value if isinstance(value, list) else [] if value is None else [value]
         for name in names:
             if name not in ROLES and name not in LABELS:
                 self.problems.append(f"{key}: unknown role {name!r}; the roles are {', '.join(ROLES)}")
@@ -293,6 +313,10 @@ class _Draft:
 
     def group_of_role(self, role: str, value: Mapping[str, Any], key: str, shared: str) -> str:
         named, devices = value.get("gpu_group", value.get("group")), value.get("devices")
+        if value.get("group", named) != named:
+            self.problems.append(f"{key}: gpu_group {named!r} and group {value['group']!r}; give one of them")
+        if named is not None:
+            named = self.name(named, f"{key}.gpu_group")
         if devices is None:
             return str(named or (self.asked[role][0] if role in self.asked else shared))
         if named is None:
@@ -321,6 +345,7 @@ class _Draft:
         stated = self.raw.get("device")
         if stated not in (None, "cpu", "cuda"):
             self.problems.append(f"{KEY}.device: {stated!r} is none of cpu, cuda")
+            return "cuda" if self.device.startswith("cuda") else "cpu"
         written = [
             v.get("devices") if isinstance(v, Mapping) else v for v in self.part("roles", Mapping).values()
         ]
@@ -344,7 +369,8 @@ class _Draft:
         given: dict[str, list[int]] = {}
         for name, value in self.wanted.items():
             if isinstance(value, list) or (isinstance(value, str) and not is_share(value)):
-                given[name] = self.numbers(value, f"{KEY}.groups.{name}")
+                noted = value == [] and name not in self.part("groups", Mapping)  # where its role was read
+                given[name] = [] if noted else self.numbers(value, f"{KEY}.groups.{name}")
                 both: dict[str, list[int]] = {}
                 for number in given[name]:
                     if number in taken:
@@ -394,7 +420,7 @@ class _Draft:
         if isinstance(value, str):
             share = Fraction(1) if value == "all" else Fraction(value)
             if not total:
-                self.problems.append(f"{key}: {value} of how many devices? give nodes, or a number")
+                self.problems.append(f"{key}: {value} of what? {KEY}.nodes says how many devices there are")
             elif (share * total).denominator != 1 or share * total < 1:
                 self.problems.append(f"{key}: {value} of {total} devices is no whole number of them")
             return max(1, int(share * total))
@@ -428,8 +454,13 @@ class _Draft:
     def numbers(self, value: Any, key: str) -> list[int]:
         return device_numbers(value, key, self.problems)
 
+    def name(self, value: Any, key: str) -> str:
+        if not isinstance(value, str | int):
+            self.problems.append(f"{key}: expected a name, got {value!r}")
+        return str(value)
+
     def whole(self, value: Any, key: str) -> int:
-        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 10**6:
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_DEVICES:
             return value
         self.problems.append(f"{key}: expected a whole number of at least 1, got {value!r}")
         return 1
@@ -453,4 +484,6 @@ class _Draft:
         level, folder = str(raw.get("level", "info")).lower(), raw.get("save_dir")
         if level not in LEVELS:
             self.problems.append(f"{key}.level: {level!r} is none of {', '.join(LEVELS)}")
+        if not isinstance(folder, str | None):
+            self.problems.append(f"{key}.save_dir: expected a folder, got {folder!r}")
         return Logging(level, None if folder is None else str(folder))

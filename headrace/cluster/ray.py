@@ -84,6 +84,9 @@ class RayExecutor(Executor):
         try:
             self._connect(address)
             self._start(start_s)
+        except OSError as error:  # of the temporary folder, or of that of the logs
+            self.close()
+            raise RunError(f"the processes cannot be started: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -96,8 +99,12 @@ class RayExecutor(Executor):
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         else:
             join_in_time(os.environ)
-        import ray
-
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(
+                f"a cluster of several processes needs Ray, which is installed but cannot be imported: {error}"
+            ) from error
         if ray.is_initialized():
             raise RunError("Ray is in use in this process already; end that (ray.shutdown()) before a run")
         let_ray_print(False)  # what its messages are about, our errors say by rank and stage
@@ -317,9 +324,9 @@ class RayExecutor(Executor):
         self._actors = {}
 
     def close(self) -> None:
-        import ray
-
         if self._connected:
+            import ray
+
             if self.failed is None and self._actors:
                 leaving = [
                     actor.leave.options(concurrency_group="control").remote()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -215,7 +216,10 @@ class RayOrders:
 
 def one_sentence(error: BaseException) -> str:
     """The sentence of a Ray error that says what happened."""
-    text = " ".join(str(error).split())
+    whole = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    if "Traceback" in whole or "ray::" in whole:
+        whole = whole.splitlines()[-1]  # what was raised; before it are Ray's own frames
+    text = " ".join(whole.split())
     for mark in ("Worker exit type:", "The actor is dead because", "The actor died because"):
         if mark in text:
             text = text[text.index(mark) :]

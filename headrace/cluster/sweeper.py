@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+SWEEPS = 50
+"""At most so many, a tenth of a second apart."""
 
 
 class Sweeper:
@@ -94,7 +99,27 @@ def main() -> None:
         if start and started(int(pid)) == start:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(int(pid), signal.SIGKILL)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    # while a cluster starts, processes come up that nobody has named; they have its folder, and make it anew
+    for _ in range(SWEEPS):
+        shutil.rmtree(sys.argv[1], ignore_errors=True)
+        time.sleep(0.1)
+        late = _of_ray(sys.argv[1])
+        for other in late:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(other, signal.SIGKILL)
+        if not late and not os.path.exists(sys.argv[1]):
+            return
+
+
+def _of_ray(folder: str) -> list[int]:
+    """Processes of Ray, or Python ones that it starts, which were given the folder; not a pager of a log in it."""
+    commands = {int(path.name): _command(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    commands.pop(os.getpid(), None)
+    return [
+        pid
+        for pid, command in commands.items()
+        if folder in command and re.search(r"python|/ray/", command.split()[0])
+    ]
 
 
 if __name__ == "__main__":

@@ -408,8 +408,11 @@ def _untaken_logs(parent: Path) -> Iterator[Path]:
 
     What a rank that failed has written there stays: the error names it.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    logs, named = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent)), False
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        logs, named = Path(tempfile.mkdtemp(prefix=".logs-", dir=parent)), False
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot write to {parent} ({error.strerror})") from error
     try:
         yield logs
     except WorkerError:

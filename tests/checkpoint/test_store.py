@@ -253,6 +253,21 @@ def test_a_damaged_part_is_named_and_the_one_before_is_taken(
     assert "resuming from step_1 instead" in caplog.text
 
 
+def test_a_file_of_another_step(folder: Path) -> None:
+    """Of the same size and form, as after a copy that mixed two: not taken for this step's."""
+    store = CheckpointStore(folder, keep=2)
+    write(store, 1)
+    write(store, 2)
+    old, new = (folder / step / "actor.safetensors" for step in ("step_1", "step_2"))
+    assert old.stat().st_size == new.stat().st_size
+    new.write_bytes(old.read_bytes())
+    with pytest.raises(
+        ConfigError, match=r"step_2: the checkpoint is damaged \(actor\.safetensors is of step_1\)"
+    ):
+        read_checkpoint(folder / "step_2")
+    assert find_checkpoint(store).step == 1
+
+
 def test_a_part_that_state_json_forgot(folder: Path) -> None:
     store = CheckpointStore(folder, keep=2)
     write_parts(store, 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.cluster.layouts import placement_of, resolve, template_for, templates
 from headrace.cluster.placement import ModelSize, Parallelism, Placement, fit_violations
 from headrace.config import ClusterConfig
-from headrace.config_places import ROLES
+from headrace.config_places import ROLES, placed
 from headrace.errors import ConfigError
 
 HOST = {"nodes": [{"name": "a", "count": 1, "gpus_per_node": 8}]}
@@ -216,12 +216,47 @@ def test_all_violations_at_once_by_key() -> None:
         ("cpu_2", {"backend": "nccl"}, "cluster.communication_backend", "use gloo"),
         ("gpu_128", {"backend": "gloo"}, "cluster.communication_backend", "the layout says nccl"),
         (None, {"num_gpus": 12}, "cluster.num_gpus", "no whole hosts"),
+        ({"device": ["cpu"]}, {}, "cluster.layout.device", "none of cpu, cuda"),
+        ({"nodes": [{"name": "a", "role": 7}]}, {}, "cluster.layout.nodes[0].role", "unknown role 7"),
+        ({"nodes": [{"name": ["a"]}]}, {}, "cluster.layout.nodes[0].name", "expected a name"),
+        (
+            {"nodes": [{"name": "a", "role": "actor"}, {"name": "b", "role": ["critic", "actor"]}]},
+            {}, "cluster.layout.nodes[1].role", "the actor is on 'a' already",
+        ),
+        (
+            {"nodes": [{"name": "a", "count": 2, "role": "actor"}, {"name": "a", "role": "critic"}]},
+            {}, "cluster.layout.nodes", "the name 'a' is given 2 times",
+        ),
+        (
+            {"nodes": [{"name": "a-0"}, {"name": "a", "count": 2}]},
+            {}, "cluster.layout.nodes", "the name 'a-0' is given 2 times",
+        ),
+        (
+            {"nodes": [{"name": "a", "count": 10**6, "gpus_per_node": 10**6}]},
+            {}, "cluster.layout.nodes[0]", "at most 1000000",
+        ),
+        ({"actor": {"devices": []}}, {}, "cluster.layout.roles.actor.devices", "names no devices"),
+        ({"groups": {"g": []}}, {}, "cluster.layout.groups.g", "names no devices"),
+        ({"actor": {"gpu_group": ["a"]}}, {}, "cluster.layout.roles.actor.gpu_group", "expected a name"),
+        ({"actor": {"gpu_group": "a", "group": "b"}}, {}, "cluster.layout.roles.actor", "give one of them"),
+        ({"device": "cpu", "groups": {"g": "all"}}, {}, "cluster.layout.groups.g", "how many devices there are"),
+        ({"logging": {"save_dir": [1]}}, {}, "cluster.layout.logging.save_dir", "expected a folder"),
+        ("nowhere.yaml", {}, "cluster.layout", "nowhere.yaml: the configuration file does not exist"),
+        *(
+            ({"groups": {name: 2}}, {}, "cluster.layout.groups", f"{name!r} is no name for a group")
+            for name in ("", "../a", "a/b", "..", " a", "a\nb", "x" * 65)
+        ),
     ],
 )  # fmt: skip
 def test_one_violation(layout: Any, options: Any, key: str, part: str) -> None:
     (sentence,) = violations(layout, **options)
     assert sentence.startswith(f"{key}: ")
     assert part in sentence
+
+
+def test_a_device_that_a_device_map_names_twice() -> None:
+    layout = placed({"device_map": {"actor": [0, 0, 1]}})["cluster.layout"][1]
+    assert violations(layout) == ["cluster.layout.groups.actor: names device 0 twice"]
 
 
 def test_models_and_batches_that_do_not_fit() -> None:
@@ -297,3 +332,8 @@ def test_the_section_of_a_configuration() -> None:
 def test_a_section_with_wrong_degrees(degrees: Any) -> None:
     with pytest.raises(ValueError, match=r"unknown degree|at least 1"):
         ClusterConfig(parallelism=degrees)
+
+
+def test_all_wrong_degrees_of_a_section_at_once() -> None:
+    with pytest.raises(ValueError, match=r"dp is 0; .*; tp is 'two'; .*; unknown degree zz; "):
+        ClusterConfig(parallelism={"dp": 0, "tp": "two", "zz": 2})

@@ -24,7 +24,7 @@ from headrace.cluster.ray_cluster import allowed_environment
 from headrace.cluster.sweeper import descendants
 from headrace.cluster.workers import Executor
 from headrace.data.batch import Batch
-from headrace.errors import ConfigError, MissingExtraError, WorkerError
+from headrace.errors import ConfigError, MissingExtraError, RunError, WorkerError
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray")
 TOY = f"{Path(__file__).parent / 'toys.py'}:Toy"
@@ -340,6 +340,22 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch: pytest.MonkeyPatc
 
 
 @needs_ray
+def test_a_ray_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match="Ray, which is installed but cannot be imported"):
+        RayExecutor(resolve("cpu_2"), tmp_path)
+
+
+def test_a_full_disk_while_it_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "/tmp/hr-1")
+
+    monkeypatch.setattr(RayExecutor, "_connect", full)
+    with pytest.raises(RunError, match=r"cannot be started: .*No space left on device: '/tmp/hr-1'"):
+        RayExecutor(resolve("cpu_2"), tmp_path)
+
+
 def test_a_cluster_that_does_not_answer(cluster: RayExecutor, tmp_path: Path) -> None:
     cluster.close()
     with pytest.raises(ConfigError, match=r"RAY_ADDRESS: no Ray cluster answers at '127\.0\.0\.1:9'"):
