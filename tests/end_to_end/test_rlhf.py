@@ -132,6 +132,6 @@ def test_the_chain_learns_what_the_teacher_likes(
         assert measured[0] == pytest.approx(0.5, abs=0.15)
         assert measured[-1] > least
     assert rising("sft", capsys) < 0.35
-    # 12 runs ended at 81 to 100 %: rounding alone, as of other threads, moves the end by several points
+    # runs ended at 81 to 100 %: sums in another order alone move the end by several points
     assert rising("ppo", capsys) > 0.75
     assert rising("dpo", capsys) > 0.7
