@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "examples" / "arithmetic"))
 
 LAYOUTS: dict[str, list[str]] = {
     "one": [],
-    "one_without_graphs": ["rollout.cuda_graphs=false"],
+    "one_without_graphs": ["rollout.replay_steps=false"],
     "dp2": ["cluster.parallelism={dp: 2}"],
     "zero3x2": ["cluster.parallelism={zero3: 2}"],
     "tp2": ["cluster.parallelism={tp: 2}"],

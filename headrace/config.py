@@ -147,9 +147,10 @@ class RolloutConfig(Section):
     kv_cache_tokens: int | None = key(
         None, "tokens the KV cache holds (default: from the need and free memory)", "tokens", ge=16
     )
-    cuda_graphs: bool = key(
+    replay_steps: bool = key(
         True,
-        "on CUDA in half precision, replay recorded decode steps; costs some memory and saves most of the time",
+        "record the forward pass of a decode step and replay it without the modules' own code: on a CPU, and on CUDA in"
+        " half precision; false for models whose code has to be called each time",
     )
     staleness: int = key(
         0,

@@ -21,7 +21,7 @@ FREE = frozenset(
         "model.trust_remote_code",
         "model.gradient_checkpointing",
         "rollout.max_concurrent_sequences",
-        "rollout.cuda_graphs",
+        "rollout.replay_steps",
         "rollout.kv_cache_tokens",
         "reward.max_concurrency",
         "algorithm.gap_warn",

@@ -82,7 +82,7 @@ class Actor(LanguageModelRole):
             self.model,
             max_concurrent_sequences=r.max_concurrent_sequences,
             kv_cache_tokens=r.kv_cache_tokens,
-            cuda_graphs=r.cuda_graphs,
+            replay_steps=r.replay_steps,
         )
 
     def make_empty(self) -> None:

@@ -127,7 +127,7 @@ def test_replayed_steps_give_the_same(name: str, build_model: Callable[..., Caus
         for n, limit in ((1, 60), (3, 40), (17, 30), (8, 50), (33, 10), (16, 60))
     ]
     params = SamplingParams(temperature=0, max_new_tokens=60)
-    plain = NativeEngine(model, block_tokens=4, cuda_graphs=False)
+    plain = NativeEngine(model, block_tokens=4, replay_steps=False)
     graphed = NativeEngine(model, block_tokens=4)
     want, got = plain.generate(requests, params), graphed.generate(requests, params)
     assert plain.stats.replayed_steps == 0
@@ -142,3 +142,18 @@ def test_replayed_steps_give_the_same(name: str, build_model: Callable[..., Caus
             np.testing.assert_allclose(x.logprobs[:n], y.logprobs[:n], atol=0.03)
             same += x.token_ids == y.token_ids
     assert same >= 10  # of 12: two tokens may be equally likely to half precision
+
+
+@pytest.mark.gpu
+def test_rollouts_leave_no_memory_behind(build_model: Callable[..., CausalLM]) -> None:
+    from headrace.rollout.native.engine import NativeEngine
+
+    model = build_model("llama")
+    model.hf.to("cuda", torch.float16)
+    engine = NativeEngine(model)
+    held = []
+    for _ in range(4):
+        engine.generate([Request((1, 2, 3), (1, 2))], SamplingParams(max_new_tokens=20))
+        assert engine.stats.replayed_steps > 10
+        held.append(torch.cuda.memory_allocated())
+    assert held[3] == held[1]

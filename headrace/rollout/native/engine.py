@@ -34,6 +34,7 @@ from headrace.rollout.native.kv_cache import (
 from headrace.rollout.native.sampler import Draws, check_sampling, sample, uniforms
 from headrace.rollout.native.scheduler import Prefill, Sample, Scheduler, Step
 from headrace.rollout.native.stopping import StopText
+from headrace.rollout.native.tapes import DecodeTapes, tapes_possible
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ LOGITS_AT_ONCE = 1 << 26  # float32 logits held at a time (256 MiB)
 
 @dataclass
 class RolloutStats:
-    """What one `generate` did. Blocks are KV cache blocks of `block_tokens` tokens; replayed steps were CUDA graphs."""
+    """What one `generate` did. Blocks are KV cache blocks of `block_tokens` tokens; replayed steps were recordings."""
 
     num_blocks: int = 0
     peak_blocks: int = 0
@@ -58,7 +59,8 @@ class NativeEngine(RolloutEngine):
     """Generates with `model` itself: a weight update needs no copy, and no cache outlives a `generate`.
 
     `weight_version` is set by the owner after each update and copied into every token sampled from then on.
-    `cuda_graphs` False launches every kernel of a step by itself (rollout/native/graphs.py).
+    `replay_steps` False runs the modules' own code in every step, instead of a recording of it: a CUDA graph
+    (rollout/native/graphs.py), on a CPU a tape of operators (rollout/native/tape.py).
     `kv_cache_tokens` None sizes the cache for the worst case of the samples that can run at once, capped at a
     quarter of the free memory. Raises ConfigError naming the key for sizes below 1.
     """
@@ -71,7 +73,7 @@ class NativeEngine(RolloutEngine):
         block_tokens: int = BLOCK_TOKENS,
         kv_cache_tokens: int | None = None,
         max_prefill_tokens: int = 8192,
-        cuda_graphs: bool = True,
+        replay_steps: bool = True,
     ) -> None:
         sizes = {
             "max_concurrent_sequences": max_concurrent_sequences,
@@ -89,7 +91,8 @@ class NativeEngine(RolloutEngine):
         self.block_tokens = block_tokens
         self.kv_cache_tokens = kv_cache_tokens
         self.max_prefill_tokens = max_prefill_tokens
-        self.cuda_graphs = cuda_graphs
+        self.replay_steps = replay_steps
+        self.tapes: DecodeTapes | None = None
         self.weight_version = 0
         self.stats = RolloutStats()
 
@@ -106,6 +109,11 @@ class NativeEngine(RolloutEngine):
         the model's positions, sampling values out of range, or a cache too small for one request.
         """
         self._check(requests, sampling)
+        if not self.replay_steps or not tapes_possible(self.model):
+            self.tapes = None
+        else:
+            self.tapes = self.tapes or DecodeTapes(self.model, self.max_concurrent_sequences)
+            self.tapes.refresh()
         with torch.inference_mode(), _evaluation_mode(self.model):
             return _Rollout(self, requests, sampling).run(on_progress)
 
@@ -163,7 +171,7 @@ class _Rollout:
             max_concurrent=engine.max_concurrent_sequences,
             max_prefill_tokens=engine.max_prefill_tokens,
         )
-        graphs = engine.cuda_graphs and graphs_possible(self.model)
+        graphs = engine.replay_steps and graphs_possible(self.model)
         self.cache = PagedKVCache(self.model.num_layers, num_blocks, engine.block_tokens, spare=graphs)
         total = sum(self.num_seeds)
         seeds = [seed & 0xFFFFFFFFFFFFFFFF for request in requests for seed in request.seeds]
@@ -285,14 +293,18 @@ class _Rollout:
 
     def _decode(self, who: NDArray[np.int64]) -> Tensor:
         """Hidden states [B, H] of samples that decode, longest first."""
+        count, size = self.counts[who], self.cache.block_size
+        ids, position = self.tokens[who, count - 1], self.prompt_tokens[who] + count - 1
+        table = self.table[self.rows[who], : int(position[0] // size + 1)]
+        hidden = None
         if self.graphs is not None:
-            count, size = self.counts[who], self.cache.block_size
-            position = self.prompt_tokens[who] + count - 1
-            table = self.table[self.rows[who], : int(position[0] // size + 1)]
-            hidden = self.graphs.hidden_states(self.tokens[who, count - 1], position, table)
-            if hidden is not None:
-                self.stats.replayed_steps += 1
-                return hidden
+            hidden = self.graphs.hidden_states(ids, position, table)
+        elif self.engine.tapes is not None:
+            attention = PagedDecodeAttention(self.cache, table, position + 1, self.device)
+            hidden = self.engine.tapes.hidden_states(ids, position, attention)
+        if hidden is not None:
+            self.stats.replayed_steps += 1
+            return hidden
         return self._run_model([], who)
 
     def _run_model(self, prefills: Sequence[Prefill], who: NDArray[np.int64]) -> Tensor:

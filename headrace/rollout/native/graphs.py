@@ -11,6 +11,7 @@ keys (a rung), A query heads, K key/value heads, D head size.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,11 +47,11 @@ def graphs_possible(model: CausalLM) -> bool:
     )
 
 
-def rung(number: int, unit: int) -> int:
-    """The least rung at or above `number`: multiples of `unit`, each about STEP times the one before."""
+def rung(number: int, unit: int, step: float = STEP) -> int:
+    """The least rung at or above `number`: multiples of `unit`, each `step` times the one before, or `unit` above it."""
     size = unit
     while size < number:
-        size = max(size + unit, int(size * STEP) // unit * unit)
+        size = max(size + unit, int(size * step) // unit * unit)
     return size
 
 
@@ -106,6 +107,12 @@ class FlatDecode:
         return slots, torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
 
 
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all rollouts: cuBLAS keeps a workspace (32 MiB on an H200) for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 class _Recorded:
     """One graph and what it computes, [R, H], which the next replay writes over."""
 
@@ -125,7 +132,6 @@ class DecodeGraphs:
         self._inputs = torch.zeros(rows, 2 + width, dtype=torch.int64, device=model.device)
         self._recorded: dict[tuple[int, int], _Recorded | None] = {}
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self.failed = False
 
     def hidden_states(
@@ -160,21 +166,22 @@ class DecodeGraphs:
     def _record(self, rows: int, places: int) -> _Recorded | None:
         """Records a step; its inputs are in place, and what it writes before it is replayed is what a replay writes."""
         try:
-            if self._stream is None or self._pool is None:
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            stream = _recording_stream(self._model.device)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
                 # libraries set themselves up at their first call on a stream, which cannot be recorded
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
                     self._forward(rows, places)
             graph = torch.cuda.CUDAGraph()
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     hidden = self._forward(rows, places)
                 finally:
                     graph.capture_end()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(stream)
         except RuntimeError as error:
             self.failed = True
             logger.warning(
