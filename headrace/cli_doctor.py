@@ -185,6 +185,7 @@ def _devices() -> Iterator[Check]:
         import torch
 
         from headrace.models import varlen
+        from headrace.rollout.native import decode_kernel
     except (ImportError, OSError, RuntimeError) as error:
         yield Check("torch import", "problem", f"{type(error).__name__}: {error}")
         return
@@ -206,6 +207,13 @@ def _devices() -> Iterator[Check]:
         yield Check(f"gpu {index}", "ok", f"{text}, CUDA {torch.version.cuda}, driver {_driver()}")
     kernel = "variable-length kernel for bfloat16, SDPA else" if varlen.is_available() else "SDPA by sequence"
     yield Check("attention", "ok", kernel)
+    lacking = decode_kernel.missing()
+    text = (
+        "kernel over the KV cache, and CUDA graphs, in half precision"
+        if lacking is None
+        else f"slow; needs {lacking}"
+    )
+    yield Check("decoding", "missing" if lacking else "ok", text)
 
 
 def _driver() -> str:

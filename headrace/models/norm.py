@@ -20,11 +20,12 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 TOLERANCE = 1e-5  # of the largest output; float32 rounding is a tenth of it
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1e-4, 1.0, 300.0)  # at the smallest, eps decides
 
 
 def use_fast_norms(model: nn.Module) -> None:
-    """Gives every module of `model` that normalises so a faster forward, for plain float32 tensors only."""
+    """Gives every module of `model` that normalises so a faster forward: in float32, and in half precision on CUDA."""
     known: dict[Any, tuple[float, float] | None] = {}
     for module in model.modules():
         if not _may_be_norm(module):
@@ -44,7 +45,7 @@ def use_fast_norms(model: nn.Module) -> None:
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """One vector of float32 weights, nothing else, and a forward of one tensor."""
+    """One vector of weights, nothing else, and a forward of one tensor."""
     own = dict(module.named_parameters())
     if (
         own.keys() != {"weight"}
@@ -53,7 +54,7 @@ def _may_be_norm(module: nn.Module) -> bool:
     ):
         return False
     weight = own["weight"]
-    plain = type(weight) is nn.Parameter and weight.dim() == 1 and weight.dtype == torch.float32
+    plain = type(weight) is nn.Parameter and weight.dim() == 1 and weight.dtype in DTYPES
     return plain and not weight.is_meta and len(inspect.signature(type(module).forward).parameters) == 2
 
 
@@ -88,8 +89,11 @@ def _close(a: Tensor, b: Tensor) -> bool:
 
 def _forward(self: Any, hidden: Tensor) -> Tensor:
     weight = self.weight
-    plain = type(hidden) is Tensor and type(weight) is nn.Parameter
-    if not plain or hidden.dtype != torch.float32 or weight.dtype != torch.float32:
+    plain = type(hidden) is Tensor and type(weight) is nn.Parameter and hidden.dtype == weight.dtype
+    if plain and hidden.is_cuda and hidden.dtype != torch.float32 and not self.rms_offset:
+        # torch's kernel; it rounds once, at the end, where a module may round before its gain too
+        return F.rms_norm(hidden, weight.shape, weight, self.rms_eps)
+    if not plain or hidden.dtype != torch.float32:
         out: Tensor = type(self).forward(self, hidden)
         return out
     gain = weight + self.rms_offset if self.rms_offset else weight

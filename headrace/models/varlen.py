@@ -27,28 +27,6 @@ def is_available() -> bool:
     return "window_size" in inspect.signature(varlen_attn).parameters
 
 
-def attend_all(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_ends: Tensor,
-    key_ends: Tensor,
-    longest_query: int,
-    longest_key: int,
-    scale: float,
-) -> Tensor:
-    """Attention of every query of a sequence to all its keys. query [T, K, D], key and value [U, K, D] → [T, K, D].
-
-    `query_ends`, `key_ends` [R + 1] (int32): 0 and where each sequence ends; tensors may go on behind the last.
-    """
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
-        query, key, value, query_ends, key_ends, longest_query, longest_key, scale=scale, window_size=(-1, -1)
-    )
-    return out if isinstance(out, Tensor) else out[0]
-
-
 class VarlenAttention:
     """Causal attention inside each of R sequences lying end to end."""
 

@@ -86,7 +86,6 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         nn.Linear(8, 8, bias=False),
         nn.PReLU(8),
         Norm(8, 1e-5).double(),
-        Norm(8, 1e-5).bfloat16(),
         nn.Sequential(nn.Linear(8, 8), nn.GELU()),
     ],
     ids=lambda m: type(m).__name__,
@@ -137,3 +136,26 @@ def test_a_model_gives_what_transformers_gives(build_model: Any, name: str, a_la
         assert a.grad is not None, key
         assert b.grad is not None, key
         assert (a.grad - b.grad).abs().max() <= 1e-4 * b.grad.abs().max() + 1e-7, key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_on_a_gpu(dtype: torch.dtype) -> None:
+    """Values and gradients are those of float64 to the rounding of the dtype; other gains are computed as they were."""
+    module = Norm(24, 1e-6).to("cuda", dtype)
+    exact = copy.deepcopy(module).double()
+    use_fast_norms(module)
+    assert is_fast(module)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 5, 3, 24, generator=generator).to("cuda", dtype).transpose(1, 2).requires_grad_()
+    up = torch.randn(2, 3, 5, 24, generator=generator).to("cuda", dtype)
+    reference = x.detach().double().requires_grad_()
+    got = torch.autograd.grad(y := module(x), (x, module.weight), up)
+    wanted = torch.autograd.grad(z := exact(reference), (reference, exact.weight), up.double())
+    for a, b in zip((y, *got), (z, *wanted), strict=True):
+        assert a.dtype == dtype
+        assert (a.double() - b).abs().max() <= 4 * torch.finfo(dtype).eps * b.abs().max()
+    plus_one = Norm(24, 1e-6, plus_one=True).to("cuda", dtype)
+    own = copy.deepcopy(plus_one)
+    use_fast_norms(plus_one)
+    torch.testing.assert_close(plus_one(x), own(x), rtol=0, atol=0)
