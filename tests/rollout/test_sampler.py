@@ -165,7 +165,7 @@ def test_two_level_inverse_cdf_equals_a_flat_float64_one() -> None:
     weights[:, rng.integers(0, vocab, 30_000)] = 0
     u = rng.random(rows)
     u[:4] = [0.0, 1 - 2**-53, 2**-53, 0.5]
-    index, total = inverse_cdf(torch.from_numpy(weights), torch.from_numpy(u))
+    index, total = (x[:, 0] for x in inverse_cdf(torch.from_numpy(weights), torch.from_numpy(u[:, None])))
     running = np.cumsum(weights.astype(np.float64), 1)
     np.testing.assert_allclose(total.numpy(), running[:, -1], rtol=1e-6)
     want = np.array([np.searchsorted(running[r] / running[r, -1], u[r], side="right") for r in range(rows)])
@@ -184,7 +184,7 @@ def test_two_level_inverse_cdf_equals_a_flat_float64_one() -> None:
 )
 def test_a_token_of_probability_zero_is_never_drawn(weights: list[float], repeat: int, u: float) -> None:
     row = np.repeat(np.array(weights, dtype=np.float32), repeat)  # up to 4000 entries: both code paths
-    index, _ = inverse_cdf(torch.from_numpy(row)[None], torch.tensor([u], dtype=torch.float64))
+    index, _ = inverse_cdf(torch.from_numpy(row)[None], torch.tensor([[u]], dtype=torch.float64))
     assert row[int(index)] > 0
 
 
