@@ -52,7 +52,7 @@ class PagedDecodeAttention:
         self._cache = cache
         self._table = table
         self._lengths = lengths
-        self._longest = int(lengths.max(initial=0))
+        self._longest = max(lengths.tolist(), default=0)
         self._device = device
         self._waste = WASTE.get(device.type, WASTE["cpu"])
         block, inside = np.divmod(lengths - 1, cache.block_size)
@@ -81,21 +81,22 @@ class PagedDecodeAttention:
     ) -> list[tuple[slice, DecodePart]]:
         lengths, size = self._lengths, self._cache.block_size
         seen = lengths if window is None else np.minimum(lengths, window)
-        most = len(lengths) * heads * int(seen.max())
-        kind = index_dtype(self._cache, kv_heads, most)
+        kind = index_dtype(self._cache, kv_heads, len(lengths) * heads * self._longest)
         # [B, W * S] of each place the pool's row of its first head
-        blocks = self._table.astype(kind) * kind(size * kv_heads)
+        blocks = self._table.astype(kind) * (size * kv_heads)
         inside = np.arange(0, size * kv_heads, kv_heads, dtype=kind)
         first = (blocks[:, :, None] + inside).reshape(len(lengths), -1)
         parts: list[tuple[slice, DecodePart]] = []
         for rows in cut_by_width(seen, self._waste, FREE_ENTRIES // heads):
-            own, width = seen[rows], int(seen[rows].max())
+            own = seen[rows]
+            each = own.tolist()
+            width = max(each)
             places = first[rows]
             if window is not None:
                 oldest = (lengths[rows] - own)[:, None]
                 at = np.minimum(oldest + np.arange(width), places.shape[1] - 1)
                 places = np.take_along_axis(places, at, 1)
-            hidden = None if int(own.min()) == width else own
+            hidden = None if min(each) == width else own
             part = SparseDecode(self._cache, places[:, :width], hidden, (heads, kv_heads), dtype)
             parts.append((rows, part))
         return parts

@@ -145,9 +145,10 @@ def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor | None
 
 def cut_by_width(widths: NDArray[np.int64], waste: float, free: int = 0) -> list[slice]:
     """Cuts consecutive sequences into parts, each with at most `free` empty places or at most the share `waste`."""
-    whole = len(widths) * int(widths.max(initial=0))
-    if whole and whole - int(widths.sum()) <= max(free, waste * whole):
-        return [slice(0, len(widths))]
+    each = widths.tolist()
+    whole = len(each) * max(each, default=0)
+    if whole and whole - sum(each) <= max(free, waste * whole):
+        return [slice(0, len(each))]
     parts: list[slice] = []
     start = 0
     while start < len(widths):
