@@ -24,7 +24,7 @@ from headrace.rollout.engine import SamplingParams
 # A set "reaches" top_p, and a token min_p, also when float32 rounding leaves it this far short.
 ROUNDING = 1e-6
 CDF_BLOCK = 256  # entries summed in float64 before the search goes inside the block
-AHEAD = 32  # tokens whose uniform numbers are worked out at once
+AHEAD = 32  # tokens whose uniform numbers are worked out at once, a power of two
 BELOW_ONE = 1 - 2.0**-53
 FIRST_RANKS = 256  # ranks looked at first for top-p; grows eightfold until they reach top_p
 
@@ -98,8 +98,8 @@ class Uniforms:
 
     def of(self, who: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
         """One number for each (sample, position), both [B]; a sample's positions have come one by one from 0 on."""
-        place = positions % AHEAD
-        if not place.all():
+        place = positions & (AHEAD - 1)
+        if 0 in place.tolist():
             begin = place == 0
             fresh = who[begin]
             later = positions[begin, None] + np.arange(AHEAD)
@@ -144,7 +144,7 @@ def sample(
     drawn = value - (peaks + np.log(totals))
     untruncated = value - (free[0] + np.log(free[1])) if free else drawn
     # a sum is finite only if every number is
-    if not math.isfinite(drawn.sum() + untruncated.sum()):
+    if not math.isfinite(np.add.reduce(drawn) + np.add.reduce(untruncated)):
         raise RunError("rollout: the model gave logits that are not finite; its weights hold NaN or infinity")
     return Draws(token.astype(np.int64, copy=False), drawn, untruncated)
 
