@@ -83,7 +83,7 @@ class PagedDecodeAttention:
         seen = lengths if window is None else np.minimum(lengths, window)
         kind = index_dtype(self._cache, kv_heads, len(lengths) * heads * self._longest)
         # [B, W * S] of each place the pool's row of its first head
-        blocks = self._table.astype(kind) * (size * kv_heads)
+        blocks = np.multiply(self._table, size * kv_heads, dtype=kind, casting="unsafe")
         inside = np.arange(0, size * kv_heads, kv_heads, dtype=kind)
         first = (blocks[:, :, None] + inside).reshape(len(lengths), -1)
         parts: list[tuple[slice, DecodePart]] = []

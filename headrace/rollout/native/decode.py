@@ -66,10 +66,9 @@ class SparseDecode:
         )
         # the same memory, a query's scores side by side
         self._scores = products.view(rows, num_heads, length)
-        self._bias = None
+        self._bias: Tensor | None = None
         if seen is not None:
-            bias = hidden_bias(np.arange(length) < seen[:, None], dtype)
-            self._bias = None if bias is None else bias[:, None]
+            self._bias = hidden_bias(np.arange(length) < seen[:, None], dtype)[:, None]
 
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         keys, values = self._cache.rows(layer)
@@ -121,8 +120,9 @@ class GatheredDecode:
         self._cache = cache
         self._rows = len(blocks)
         self._blocks = torch.from_numpy(blocks.reshape(-1)).to(device)
-        bias = hidden_bias(visible, dtype)
-        self._bias = None if bias is None else bias[:, None, None].to(device)
+        self._bias: Tensor | None = None
+        if not visible.all():
+            self._bias = hidden_bias(visible, dtype)[:, None, None].to(device)
 
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         # [R, K, L, D]
@@ -136,10 +136,8 @@ class GatheredDecode:
         )
 
 
-def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor | None:
-    """[R, L] what to add to scores: 0 or -inf; None where everything is seen."""
-    if visible.all():
-        return None
+def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor:
+    """[R, L] what to add to scores: 0 or -inf."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -torch.inf)
 
 
