@@ -17,7 +17,7 @@ from torch import Tensor
 from headrace.errors import RunError
 
 BLOCK_TOKENS = 16
-PAGE_BYTES = 4096
+ALIGNMENT = 64  # bytes, a cache line
 FREE_MEMORY_SHARE = 0.25  # of the memory free when `generate` starts; the trainer's activations need the rest
 
 
@@ -176,16 +176,15 @@ class PagedKVCache:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU memory is taken when it is first touched, and in large pages where the system has them.
+    """Zeros; on a CPU numpy's, which are memory that the system gives when it is first touched.
 
-    torch fills its zeros, and so touches all of a pool of which a rollout may use a part. numpy asks for zeroed
-    memory, and for large pages: blocks lie anywhere in a pool, and small pages cost an address look-up for each.
+    torch writes its zeros, and so takes the whole of a pool of which a rollout may use a part.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     needed = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(needed + PAGE_BYTES, dtype=np.uint8)
-    start = -memory.ctypes.data % PAGE_BYTES
+    memory = np.zeros(needed + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
     return torch.from_numpy(memory[start : start + needed]).view(dtype).view(shape)
 
 
