@@ -42,8 +42,8 @@ class Draws:
     """Presses Ctrl-C in draw `at` of the rollout engine, counted over the run."""
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
-        self.count, self.at, self.draw = 0, at, native.uniforms
-        patch.setattr(native, "uniforms", self)
+        self.count, self.at, self.draw = 0, at, native.sample
+        patch.setattr(native, "sample", self)
 
     def __call__(self, *arguments: Any) -> Any:
         self.count += 1

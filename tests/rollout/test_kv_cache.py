@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from headrace.errors import RunError
-from headrace.rollout.native.kv_cache import BlockAllocator, PagedKVCache, block_bytes, free_memory_bytes
+from headrace.rollout.native.kv_cache import (
+    BlockAllocator,
+    PagedKVCache,
+    block_bytes,
+    free_memory_bytes,
+    zeros,
+)
 
 
 def test_a_shared_block_is_free_only_after_its_last_holder_left() -> None:
@@ -73,3 +79,26 @@ def test_block_bytes() -> None:
     # 2 (keys, values) x 3 layers x 16 slots x 2 heads x 8 numbers x 2 bytes
     assert block_bytes(3, 16, 2, 8, torch.bfloat16) == 3072
     assert free_memory_bytes(torch.device("cpu")) > 1 << 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_memory_of_a_pool_is_zero_and_starts_a_cache_line(dtype: torch.dtype) -> None:
+    pool = zeros((700, 16, 2, 32), dtype, torch.device("cpu"))
+    assert (pool.dtype, tuple(pool.shape), pool.is_contiguous()) == (dtype, (700, 16, 2, 32), True)
+    assert pool.data_ptr() % 64 == 0
+    assert not pool.any()
+    pool[-1, -1, -1, -1] = 1
+    assert float(pool.sum()) == 1
+    assert zeros((0, 16, 2, 32), dtype, torch.device("cpu")).numel() == 0
+
+
+def test_reading_a_released_cache_is_refused() -> None:
+    cache = PagedKVCache(num_layers=1, num_blocks=2, block_size=2)
+    cache.write(0, torch.tensor([0]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    assert [x.sum() for x in (*cache.tokens(0), *cache.rows(0))] == [1, 1, 1, 1]
+    cache.release()
+    for read in (cache.tokens, cache.rows):
+        with pytest.raises(RunError, match="layer 0 is read before"):
+            read(0)
+    cache.write(0, torch.tensor([1]), torch.ones(1, 1, 1), torch.ones(1, 1, 1))
+    assert cache.rows(0)[0][:, 0].tolist() == [0, 1, 0, 0]

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from headrace.rollout.native.attention import (
     MixedAttention,
@@ -126,3 +128,48 @@ def test_cut_by_width() -> None:
     assert cut([8, 7, 3, 3], 0.0, free=6) == [(0, 3), (3, 4)]
     # not sorted: the longest decides
     assert cut([3, 7, 8], 0.15) == [(0, 1), (1, 3)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    st.sampled_from([0.0, 0.15, 0.4]),
+    st.integers(0, 30),
+)
+def test_parts_hold_every_sequence_once_and_waste_little(widths: list[int], waste: float, free: int) -> None:
+    parts = cut_by_width(np.array(widths), waste, free)
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(len(widths)))
+    for part in parts:
+        own = widths[part]
+        places = len(own) * max(own)
+        assert places - sum(own) <= max(free, waste * places)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([None, 1, 3, 6]))
+def test_sequences_of_unlike_lengths_in_any_order(data: st.DataObject, window: int | None) -> None:
+    """Three layers of one step over any table, whose spare entries are blocks of others, and any finite rubbish."""
+    lengths = np.array(data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=9)))
+    rng = np.random.default_rng(int(lengths.sum()))
+    table = rng.permutation(9 * 8)[: len(lengths) * 8].reshape(-1, 8).astype(np.int64)
+    cache = PagedKVCache(3, 72, BLOCK)
+    context = PagedDecodeAttention(cache, table[:, : int(lengths.max() - 1) // BLOCK + 1], lengths, CPU)
+    every = torch.arange(72 * BLOCK)
+    for layer in range(3):
+        keys, values = (
+            torch.from_numpy(rng.normal(0, 1, (72 * BLOCK, 2, 8)).astype(np.float32)) for _ in "kv"
+        )
+        cache.write(layer, every, keys, values)
+        query = torch.from_numpy(rng.normal(0, 1, (4, len(lengths), 8)).astype(np.float32)).transpose(0, 1)
+        last = torch.from_numpy(
+            table[np.arange(len(lengths)), (lengths - 1) // BLOCK] * BLOCK + (lengths - 1) % BLOCK
+        )
+        out = context.attend(layer, query, keys[last] * 2, values[last] * 2, scale=0.4, window=window)
+        keys[last], values[last] = keys[last] * 2, values[last] * 2
+        for row, n in enumerate(lengths.tolist()):
+            at = np.arange(n)
+            slots = torch.from_numpy(table[row, at // BLOCK] * BLOCK + at % BLOCK)
+            want = by_hand(
+                query[row].double().numpy(), keys[slots].numpy(), values[slots].numpy(), 0.4, window
+            )
+            np.testing.assert_allclose(out[row].double().numpy(), want, atol=3e-6)

@@ -9,7 +9,16 @@ from scipy import stats
 
 from headrace.errors import RunError
 from headrace.rollout.engine import SamplingParams
-from headrace.rollout.native.sampler import check_sampling, inverse_cdf, ranked, sample, uniforms
+from headrace.rollout.native.sampler import (
+    AHEAD,
+    Draws,
+    Uniforms,
+    check_sampling,
+    inverse_cdf,
+    ranked,
+    sample,
+    uniforms,
+)
 
 
 def dense(row: np.ndarray, p: SamplingParams) -> np.ndarray:
@@ -158,6 +167,25 @@ def test_uniforms_by_hand() -> None:
         assert uniforms(np.array([seed], dtype=np.uint64), np.array([position]))[0] == want
 
 
+def test_numbers_worked_out_ahead_are_those_of_their_samples_and_positions() -> None:
+    """Samples that start late, pause and end, in any order."""
+    rng = np.random.default_rng(0)
+    seeds = rng.integers(0, 2**63, 7).astype(np.uint64)
+    ahead, count = Uniforms(seeds), np.zeros(7, dtype=np.int64)
+    while count.min() < 2 * AHEAD + 3:
+        who = rng.permutation(7)[: rng.integers(1, 8)]
+        np.testing.assert_array_equal(ahead.of(who, count[who]), uniforms(seeds[who], count[who]))
+        count[who] += 1
+
+
+def test_parts_of_a_step_are_joined_in_order() -> None:
+    parts = [Draws(np.array([i]), np.array([-1.0 - i]), np.array([-2.0 - i])) for i in range(3)]
+    joined = Draws.join(parts)
+    assert joined.token_ids.tolist() == [0, 1, 2]
+    assert joined.logprobs.tolist() == [-1, -2, -3]
+    assert joined.untruncated_logprobs.tolist() == [-2, -3, -4]
+
+
 def test_two_level_inverse_cdf_equals_a_flat_float64_one() -> None:
     rng = np.random.default_rng(1)
     vocab, rows = 50_257, 64
@@ -165,7 +193,7 @@ def test_two_level_inverse_cdf_equals_a_flat_float64_one() -> None:
     weights[:, rng.integers(0, vocab, 30_000)] = 0
     u = rng.random(rows)
     u[:4] = [0.0, 1 - 2**-53, 2**-53, 0.5]
-    index, total = inverse_cdf(torch.from_numpy(weights), torch.from_numpy(u))
+    index, total = (x[:, 0] for x in inverse_cdf(torch.from_numpy(weights), torch.from_numpy(u[:, None])))
     running = np.cumsum(weights.astype(np.float64), 1)
     np.testing.assert_allclose(total.numpy(), running[:, -1], rtol=1e-6)
     want = np.array([np.searchsorted(running[r] / running[r, -1], u[r], side="right") for r in range(rows)])
@@ -184,7 +212,7 @@ def test_two_level_inverse_cdf_equals_a_flat_float64_one() -> None:
 )
 def test_a_token_of_probability_zero_is_never_drawn(weights: list[float], repeat: int, u: float) -> None:
     row = np.repeat(np.array(weights, dtype=np.float32), repeat)  # up to 4000 entries: both code paths
-    index, _ = inverse_cdf(torch.from_numpy(row)[None], torch.tensor([u], dtype=torch.float64))
+    index, _ = inverse_cdf(torch.from_numpy(row)[None], torch.tensor([[u]], dtype=torch.float64))
     assert row[int(index)] > 0
 
 

@@ -27,15 +27,15 @@ import time
 from pathlib import Path
 import headrace.rollout.native.engine as native
 
-HERE, draw = Path(__file__).parent, native.uniforms
+HERE, draw = Path(__file__).parent, native.sample
 
-def slowly(seeds, counts):
+def slowly(*arguments):
     if (HERE / "slow.txt").exists():
         (HERE / "started.txt").write_text("yes")
         time.sleep(float((HERE / "slow.txt").read_text() or 0))
-    return draw(seeds, counts)
+    return draw(*arguments)
 
-native.uniforms = slowly
+native.sample = slowly
 '''
 SETTINGS: dict[str, Any] = {
     "rollout": {"samples_per_prompt": 4, "max_new_tokens": 5, "max_concurrent_sequences": 4},

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.models.attention import AttentionContext, PackedAttention
-from headrace.rollout.native.decode import DecodePart, GatheredDecode, SparseDecode, cut_by_width
+from headrace.rollout.native.decode import DecodePart, GatheredDecode, SparseDecode, cut_by_width, index_dtype
 from headrace.rollout.native.kv_cache import PagedKVCache
 
 WASTE = {"cpu": 0.15, "cuda": 0.4}  # on CUDA a launch costs more than gathering some empty slots
@@ -52,11 +52,11 @@ class PagedDecodeAttention:
         self._cache = cache
         self._table = table
         self._lengths = lengths
-        self._longest = int(lengths.max(initial=0))
+        self._longest = max(lengths.tolist(), default=0)
         self._device = device
         self._waste = WASTE.get(device.type, WASTE["cpu"])
-        last, size = lengths - 1, cache.block_size
-        own = table[np.arange(len(table)), last // size] * size + last % size
+        block, inside = np.divmod(lengths - 1, cache.block_size)
+        own = table[np.arange(len(table)), block] * cache.block_size + inside
         self._slots = torch.from_numpy(own).to(device)
         self._parts: dict[tuple[int | None, int, int], list[tuple[slice, DecodePart]]] = {}
 
@@ -71,26 +71,33 @@ class PagedDecodeAttention:
             # SDPA keeps the scores of half precision in float32, as it should be; sparse products do not
             sparse = query.device.type == "cpu" and query.dtype.itemsize >= 4
             self._parts[kind] = (self._sparse if sparse else self._gathered)(*kind, query.dtype)
-        outputs = [part.attend(layer, query[rows], scale) for rows, part in self._parts[kind]]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        parts = self._parts[kind]
+        if len(parts) == 1:
+            return parts[0][1].attend(layer, query, scale)
+        return torch.cat([part.attend(layer, query[rows], scale) for rows, part in parts])
 
     def _sparse(
         self, window: int | None, heads: int, kv_heads: int, dtype: torch.dtype
     ) -> list[tuple[slice, DecodePart]]:
         lengths, size = self._lengths, self._cache.block_size
         seen = lengths if window is None else np.minimum(lengths, window)
+        kind = index_dtype(self._cache, kv_heads, len(lengths) * heads * self._longest)
+        # [B, W * S] of each place the pool's row of its first head
+        blocks = np.multiply(self._table, size * kv_heads, dtype=kind, casting="unsafe")
+        inside = np.arange(0, size * kv_heads, kv_heads, dtype=kind)
+        first = (blocks[:, :, None] + inside).reshape(len(lengths), -1)
         parts: list[tuple[slice, DecodePart]] = []
         for rows in cut_by_width(seen, self._waste, FREE_ENTRIES // heads):
-            place = np.arange(int(seen[rows].max()))
-            slots = (self._table[rows, :, None] * size + np.arange(size)).reshape(
-                -1, self._table.shape[1] * size
-            )
+            own = seen[rows]
+            each = own.tolist()
+            width = max(each)
+            places = first[rows]
             if window is not None:
-                oldest = (lengths - seen)[rows, None]
-                slots = np.take_along_axis(slots, np.minimum(oldest + place, slots.shape[1] - 1), 1)
-            # places beyond a sequence's own tokens hold finite numbers too, and are hidden
-            visible = place < seen[rows, None]
-            part = SparseDecode(self._cache, slots[:, : len(place)], visible, (heads, kv_heads), dtype)
+                oldest = (lengths[rows] - own)[:, None]
+                at = np.minimum(oldest + np.arange(width), places.shape[1] - 1)
+                places = np.take_along_axis(places, at, 1)
+            hidden = None if min(each) == width else own
+            part = SparseDecode(self._cache, places[:, :width], hidden, (heads, kv_heads), dtype)
             parts.append((rows, part))
         return parts
 

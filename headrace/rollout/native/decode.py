@@ -38,53 +38,62 @@ class SparseDecode:
     def __init__(
         self,
         cache: PagedKVCache,
-        slots: NDArray[np.int64],
-        visible: NDArray[np.bool_],
+        first: NDArray[np.signedinteger],
+        seen: NDArray[np.int64] | None,
         heads: tuple[int, int],
         dtype: torch.dtype,
     ) -> None:
-        """`slots` and `visible` [R, L]: where each place is, and whether it is seen; `heads`: (A, K).
+        """`first` [R, L]: the pool's row of each place's first head; `heads`: (A, K). See `index_dtype`.
 
-        What is hidden may be any slot of the cache.
+        Of a sequence's places the first `seen` [R] are seen (None: all are); the others may be any rows of the pool.
         """
         self._cache = cache
-        rows, length = slots.shape
+        rows, length = first.shape
         num_heads, kv_heads = heads
         pool_rows, entries = cache.num_blocks * cache.block_size * kv_heads, rows * num_heads * length
-        kind = torch.int32 if max(pool_rows, entries) < 1 << 31 else torch.int64
-        first = torch.from_numpy(slots).to(kind).mul_(kv_heads)[:, None, None, :]
-        own = first + torch.arange(kv_heads, dtype=kind)[:, None, None]
-        self._columns = own.expand(rows, kv_heads, num_heads // kv_heads, length).flatten()
-        self._starts = torch.arange(0, entries + 1, length, dtype=kind)
+        columns = np.empty((rows, kv_heads, num_heads // kv_heads, length), dtype=first.dtype)
+        np.add(first[:, None, None], np.arange(kv_heads, dtype=first.dtype)[:, None, None], out=columns)
+        self._columns = torch.from_numpy(columns.reshape(entries))
+        self._starts = torch.arange(0, entries + 1, length, dtype=self._columns.dtype)
         _hear_the_warning()
-        self._scores = torch.sparse_csr_tensor(
+        products = torch.zeros(entries, dtype=dtype)
+        self._products = torch.sparse_csr_tensor(
             self._starts,
             self._columns,
-            torch.zeros(entries, dtype=dtype),
+            products,
             size=(rows * num_heads, pool_rows),
             check_invariants=False,  # blocks come in any order, so columns are not sorted
         )
-        self._shape = (rows, num_heads, length)
-        self._bias = hidden_bias(visible, dtype)
+        # the same memory, a query's scores side by side
+        self._scores = products.view(rows, num_heads, length)
+        self._bias: Tensor | None = None
+        if seen is not None:
+            self._bias = hidden_bias(np.arange(length) < seen[:, None], dtype)[:, None]
 
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         keys, values = self._cache.rows(layer)
         # written in place: with another output the indices would be copied at every layer
         torch.sparse.sampled_addmm(
-            self._scores, query.flatten(0, 1), keys.t(), beta=0.0, alpha=scale, out=self._scores
+            self._products, query.flatten(0, 1), keys.t(), beta=0.0, alpha=scale, out=self._products
         )
-        scores = self._scores.values().view(self._shape)
-        if self._bias is not None:
-            scores = scores + self._bias[:, None]
-        out = F.embedding_bag(
-            self._columns,
+        # not in place: the next product adds zero times what is there, which may not be infinite
+        scores = self._scores if self._bias is None else self._scores + self._bias
+        # what torch.nn.functional.embedding_bag calls, without its checks, which take as long as a few sequences
+        out = torch.embedding_bag(
             values,
+            self._columns,
             self._starts,
-            mode="sum",
-            per_sample_weights=scores.softmax(-1).flatten(),
+            mode=0,  # the sum
+            per_sample_weights=scores.softmax(-1).view(-1),
             include_last_offset=True,
-        )
+        )[0]
         return out.view(query.shape)
+
+
+def index_dtype(cache: PagedKVCache, kv_heads: int, entries: int) -> type[np.signedinteger]:
+    """Of the indices of a sparse product with so many entries: half the memory to read where they are small enough."""
+    pool_rows = cache.num_blocks * cache.block_size * kv_heads
+    return np.int32 if max(pool_rows, entries) < 1 << 31 else np.int64
 
 
 @cache
@@ -112,8 +121,9 @@ class GatheredDecode:
         self._cache = cache
         self._rows = len(blocks)
         self._blocks = torch.from_numpy(blocks.reshape(-1)).to(device)
-        bias = hidden_bias(visible, dtype)
-        self._bias = None if bias is None else bias[:, None, None].to(device)
+        self._bias: Tensor | None = None
+        if not visible.all():
+            self._bias = hidden_bias(visible, dtype)[:, None, None].to(device)
 
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
         # [R, K, L, D]
@@ -127,15 +137,17 @@ class GatheredDecode:
         )
 
 
-def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor | None:
-    """[R, L] what to add to scores: 0 or -inf; None where everything is seen."""
-    if visible.all():
-        return None
+def hidden_bias(visible: NDArray[np.bool_], dtype: torch.dtype) -> Tensor:
+    """[R, L] what to add to scores: 0 or -inf."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), -torch.inf)
 
 
 def cut_by_width(widths: NDArray[np.int64], waste: float, free: int = 0) -> list[slice]:
     """Cuts consecutive sequences into parts, each with at most `free` empty places or at most the share `waste`."""
+    each = widths.tolist()
+    whole = len(each) * max(each, default=0)
+    if whole and whole - sum(each) <= max(free, waste * whole):
+        return [slice(0, len(each))]
     parts: list[slice] = []
     start = 0
     while start < len(widths):

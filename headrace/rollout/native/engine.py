@@ -31,7 +31,8 @@ from headrace.rollout.native.kv_cache import (
     block_bytes,
     free_memory_bytes,
 )
-from headrace.rollout.native.sampler import Draws, check_sampling, sample, uniforms
+from headrace.rollout.native.record import Record
+from headrace.rollout.native.sampler import Draws, Uniforms, check_sampling, sample
 from headrace.rollout.native.scheduler import Prefill, Sample, Scheduler, Step
 from headrace.rollout.native.stopping import StopText
 from headrace.rollout.native.tapes import DecodeTapes, tapes_possible
@@ -175,25 +176,22 @@ class _Rollout:
         self.cache = PagedKVCache(self.model.num_layers, num_blocks, engine.block_tokens, spare=graphs)
         total = sum(self.num_seeds)
         seeds = [seed & 0xFFFFFFFFFFFFFFFF for request in requests for seed in request.seeds]
-        self.seeds = np.array(seeds, dtype=np.uint64)
+        self.uniforms = Uniforms(np.array(seeds, dtype=np.uint64))
         self.prompt_tokens = np.repeat([n for n, _ in sizes], [n for _, n in sizes]).astype(np.int64)
         self.limits = np.repeat(limits, [n for _, n in sizes]).astype(np.int64)
-        # np.empty touches no memory: a row costs what the sample really generates
-        shape = (total, max(limits, default=0))
-        self.tokens = np.empty(shape, dtype=np.int64)
-        self.logprobs = np.empty(shape, dtype=np.float64)
-        self.untruncated = np.empty(shape, dtype=np.float64)
-        self.versions = np.empty(shape, dtype=np.int64)
+        self.record = Record(total, max(limits, default=0))
+        self.tokens = self.record.tokens
         self.counts = np.zeros(total, dtype=np.int64)
         self.rows = np.empty(total, dtype=np.int64)  # of the samples that run: their place in the block table
-        self.stopped = np.zeros(total, dtype=bool)
         longest = max((size[0] + limit for size, limit in zip(sizes, limits, strict=True)), default=0)
         rows = min(engine.max_concurrent_sequences, max(total, 1))
         self.table = np.zeros((rows, self.scheduler.blocks_for(longest)), dtype=np.int64)
         self.graphs = DecodeGraphs(self.model, self.cache, *self.table.shape) if graphs else None
-        self.end_ids = np.array(sorted({*self.model.eos_token_ids, *sampling.stop_token_ids}), dtype=np.int64)
-        drawable = self.end_ids[(self.end_ids >= 0) & (self.end_ids < self.model.vocab_size)]
-        self.end_ids_on_device = torch.from_numpy(drawable).to(self.device)
+        self.order: NDArray[np.int64] | None = None  # of those that run on after a step of decoding alone
+        ends = {*self.model.eos_token_ids, *sampling.stop_token_ids}
+        self.ends = np.zeros(self.model.vocab_size, dtype=bool)
+        self.ends[[t for t in ends if 0 <= t < self.model.vocab_size]] = True
+        self.end_ids_on_device = torch.from_numpy(self.ends.nonzero()[0]).to(self.device)
         self.stop_texts = [
             StopText(self.model.tokenizer, sampling.stop) for _ in range(total if sampling.stop else 0)
         ]
@@ -288,6 +286,9 @@ class _Rollout:
 
     def _by_length(self, samples: list[Sample]) -> NDArray[np.int64]:
         """The samples' numbers, longest first."""
+        # all have grown by one token: only one that was preempted since changes anything
+        if self.order is not None and len(self.order) == len(samples):
+            return self.order
         who = np.array([s.id for s in samples], dtype=np.int64)
         return who[np.argsort(-(self.prompt_tokens[who] + self.counts[who]), kind="stable")]
 
@@ -348,12 +349,36 @@ class _Rollout:
     ) -> NDArray[np.int64]:
         """Draws one token for each sample in `who` and records it; returns those that ended with it."""
         count = self.counts[who]
-        uniform = uniforms(self.seeds[who], count)
-        early = count < self.sampling.min_new_tokens
+        draws = self._sample(hidden, source, self.uniforms.of(who, count), count)
+        token = draws.token_ids
+        self.record.add(who, count, draws, self.engine.weight_version)
+        count += 1
+        self.counts[who] = count
+        stopped = self.ends[token]
+        if self.stop_texts:
+            look = (count >= self.sampling.min_new_tokens).tolist()
+            for i, (sample_id, t) in enumerate(zip(who.tolist(), token.tolist(), strict=True)):
+                if self.stop_texts[sample_id].push(t, look[i]):
+                    stopped[i] = True
+        ended = stopped | (count >= self.limits[who])
+        gone = who[ended]
+        self.record.stopped[gone] = stopped[ended]
+        self.order = (who[~ended] if len(gone) else who) if source is None else None
+        return gone
+
+    def _sample(
+        self,
+        hidden: Tensor,
+        source: NDArray[np.int64] | None,
+        uniform: NDArray[np.float64],
+        count: NDArray[np.int64],
+    ) -> Draws:
+        """Tokens [B] from `hidden` [U, H], as many at once as there is room for their logits."""
         head = self.head
+        early = count < self.sampling.min_new_tokens if self.sampling.min_new_tokens else None
         rows_at_once = max(1, LOGITS_AT_ONCE // self.vocab_size)
         parts: list[Draws] = []
-        for start in range(0, len(who), rows_at_once):
+        for start in range(0, len(count), rows_at_once):
             part = slice(start, start + rows_at_once)
             if source is None:
                 logits = head.logits(hidden[part])
@@ -362,38 +387,14 @@ class _Rollout:
                 logits = head.logits(hidden[torch.from_numpy(distinct).to(self.device)])
                 logits = logits[torch.from_numpy(back).to(self.device)]
             forbidden = None
-            if early[part].any() and len(self.end_ids_on_device):
+            if early is not None and early[part].any() and len(self.end_ids_on_device):
                 forbidden = (torch.from_numpy(early[part]).to(self.device), self.end_ids_on_device)
             parts.append(sample(logits, self.sampling, uniform[part], forbidden))
-        token = np.concatenate([p.token_ids for p in parts])
-        self.tokens[who, count] = token
-        self.logprobs[who, count] = np.concatenate([p.logprobs for p in parts])
-        self.untruncated[who, count] = np.concatenate([p.untruncated_logprobs for p in parts])
-        self.versions[who, count] = self.engine.weight_version
-        self.counts[who] = count + 1
-        stopped = (token[:, None] == self.end_ids).any(1)
-        if self.stop_texts:
-            look = (count + 1 >= self.sampling.min_new_tokens).tolist()
-            for i, (sample_id, t) in enumerate(zip(who.tolist(), token.tolist(), strict=True)):
-                if self.stop_texts[sample_id].push(t, look[i]):
-                    stopped[i] = True
-        self.stopped[who] = stopped
-        ended = stopped | (count + 1 >= self.limits[who])
-        return who[ended]
+        return Draws.join(parts)
 
     def _completions(self) -> list[list[Completion]]:
-        done = iter(range(len(self.counts)))
-        return [[self._completion(next(done)) for _ in range(n)] for n in self.num_seeds]
-
-    def _completion(self, i: int) -> Completion:
-        n = int(self.counts[i])
-        return Completion(
-            token_ids=self.tokens[i, :n].tolist(),
-            logprobs=self.logprobs[i, :n].tolist(),
-            untruncated_logprobs=self.untruncated[i, :n].tolist(),
-            finish_reason="stop" if self.stopped[i] else "length",
-            weight_versions=self.versions[i, :n].tolist(),
-        )
+        done = iter(self.record.completions(self.counts))
+        return [[next(done) for _ in range(n)] for n in self.num_seeds]
 
 
 @contextmanager

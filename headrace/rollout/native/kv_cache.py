@@ -5,15 +5,19 @@ Shapes: N blocks, S slots a block, K key/value heads, D head size. Slot `block *
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.errors import RunError
 
 BLOCK_TOKENS = 16
+ALIGNMENT = 64  # bytes, a cache line
 FREE_MEMORY_SHARE = 0.25  # of the memory free when `generate` starts; the trainer's activations need the rest
 
 
@@ -82,16 +86,20 @@ class PagedKVCache:
         self.block_size = block_size
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
+        # views of a layer's keys and values as `tokens` and `rows` give them: made once, not at every step
+        self._tokens: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._rows: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
         # flat, for keys and for values: fresh memory at each gather costs page faults
         self._gathered: list[Tensor | None] = [None, None]
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores key and value [T, K, D] in `slots` [T] (int64)."""
-        for pools, new in ((self._keys, key), (self._values, value)):
-            pool = pools[layer]
-            if pool is None:
-                pool = pools[layer] = self._pool(new)
-            pool.flatten(0, 1).index_copy_(0, slots, new)
+        tokens = self._tokens[layer]
+        if tokens is None:
+            tokens = self._add(layer, self._pool(key), self._pool(value))
+        keys, values = tokens
+        keys.index_copy_(0, slots, key)
+        values.index_copy_(0, slots, value)
 
     @property
     def spare_block(self) -> int:
@@ -100,16 +108,16 @@ class PagedKVCache:
 
     def tokens(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values [N * S, K, D], not copied. Raises RunError for a layer never written."""
-        keys, values = self._written(layer)
-        return keys.flatten(0, 1), values.flatten(0, 1)
+        tokens = self._tokens[layer]
+        return self._unwritten(layer) if tokens is None else tokens
 
     def rows(self, layer: int) -> tuple[Tensor, Tensor]:
         """All keys and values [N * S * K, D], not copied: slot s of head k is row s * K + k.
 
         Raises RunError for a layer never written.
         """
-        keys, values = self._written(layer)
-        return keys.flatten(0, 2), values.flatten(0, 2)
+        rows = self._rows[layer]
+        return self._unwritten(layer) if rows is None else rows
 
     def gather(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B * S, K, D] of `blocks` [B] (int64), good until the next `gather`.
@@ -128,11 +136,18 @@ class PagedKVCache:
             found.append(out.view(len(blocks) * size, heads, dim))
         return found[0], found[1]
 
+    def _add(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self._keys[layer], self._values[layer] = keys, values
+        self._rows[layer] = keys.flatten(0, 2), values.flatten(0, 2)
+        tokens = self._tokens[layer] = keys.flatten(0, 1), values.flatten(0, 1)
+        return tokens
+
     def _written(self, layer: int) -> tuple[Tensor, Tensor]:
         keys, values = self._keys[layer], self._values[layer]
-        if keys is None or values is None:
-            raise RunError(f"KV cache layer {layer} is read before it was written")
-        return keys, values
+        return self._unwritten(layer) if keys is None or values is None else (keys, values)
+
+    def _unwritten(self, layer: int) -> NoReturn:
+        raise RunError(f"KV cache layer {layer} is read before it was written")
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies whole blocks (from, to) in every layer; all are read before any is written."""
@@ -147,6 +162,8 @@ class PagedKVCache:
         """Gives the memory back; the next `write` starts from zeros."""
         self._keys = [None] * len(self._keys)
         self._values = [None] * len(self._values)
+        self._tokens = [None] * len(self._tokens)
+        self._rows = [None] * len(self._rows)
         self._gathered = [None, None]
 
     @property
@@ -155,7 +172,20 @@ class PagedKVCache:
 
     def _pool(self, like: Tensor) -> Tensor:
         shape = (self.num_blocks + self._spare, self.block_size, like.shape[1], like.shape[2])
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return zeros(shape, like.dtype, like.device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU numpy's, which are memory that the system gives when it is first touched.
+
+    torch writes its zeros, and so takes the whole of a pool of which a rollout may use a part.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    needed = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(needed + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory[start : start + needed]).view(dtype).view(shape)
 
 
 def block_bytes(num_layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

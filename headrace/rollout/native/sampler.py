@@ -9,7 +9,9 @@ Shapes: B rows, V vocabulary, C candidates left by a filter, in falling order.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,8 @@ from headrace.rollout.engine import SamplingParams
 # A set "reaches" top_p, and a token min_p, also when float32 rounding leaves it this far short.
 ROUNDING = 1e-6
 CDF_BLOCK = 256  # entries summed in float64 before the search goes inside the block
+AHEAD = 32  # tokens whose uniform numbers are worked out at once, a power of two
+BELOW_ONE = 1 - 2.0**-53
 FIRST_RANKS = 256  # ranks looked at first for top-p; grows eightfold until they reach top_p
 
 
@@ -32,6 +36,16 @@ class Draws:
     token_ids: NDArray[np.int64]
     logprobs: NDArray[np.float64]
     untruncated_logprobs: NDArray[np.float64]
+
+    @staticmethod
+    def join(parts: Sequence[Draws]) -> Draws:
+        """The rows of all parts, one part after the other."""
+        if len(parts) == 1:
+            return parts[0]
+        tokens, logprobs, untruncated = zip(
+            *((p.token_ids, p.logprobs, p.untruncated_logprobs) for p in parts), strict=True
+        )
+        return Draws(np.concatenate(tokens), np.concatenate(logprobs), np.concatenate(untruncated))
 
 
 def check_sampling(params: SamplingParams) -> list[str]:
@@ -58,22 +72,39 @@ def check_sampling(params: SamplingParams) -> list[str]:
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Uniform numbers in [0, 1) with 53 random bits, one per (seed, position), both [B].
+    """Uniform numbers in [0, 1) with 53 random bits, one per (seed, position), both [B] or broadcast.
 
     The finaliser is splitmix64's (Steele, Lea & Flood, "Fast Splittable Pseudorandom Number Generators",
     2014, section 5, Stafford's variant 13). The seed is mixed before the position is added, so that
     neighbouring seeds do not share a stream.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
-    with np.errstate(over="ignore"):
-        state = _mix(seeds + golden) + (positions.astype(np.uint64) + np.uint64(1)) * golden
-        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    state = _mix(seeds + golden) + (positions.astype(np.uint64) + np.uint64(1)) * golden
+    return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
+
+
+class Uniforms:
+    """`uniforms` of samples that draw one token after the other, worked out AHEAD tokens at a time."""
+
+    def __init__(self, seeds: NDArray[np.uint64]) -> None:
+        self._seeds = seeds
+        self._ahead = np.empty((len(seeds), AHEAD))
+
+    def of(self, who: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One number for each (sample, position), both [B]; a sample's positions have come one by one from 0 on."""
+        place = positions & (AHEAD - 1)
+        if 0 in place.tolist():
+            begin = place == 0
+            fresh = who[begin]
+            later = positions[begin, None] + np.arange(AHEAD)
+            self._ahead[fresh] = uniforms(self._seeds[fresh, None], later)
+        return self._ahead[who, place]
 
 
 def sample(
@@ -88,61 +119,74 @@ def sample(
     when the logits of a row are not finite numbers.
     """
     greedy = params.temperature == 0
+    filtered = 0 < params.top_k < logits.shape[1] or params.top_p < 1 or params.min_p > 0
     scaled = logits if greedy or params.temperature == 1 else logits / params.temperature
-    peak, weights, total = _softmax_parts(scaled)
-    free_log_total = peak.double() + total.log()
     allowed = scaled
     if forbidden is not None:
         rows, ids = forbidden
         mask = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device).index_fill_(0, ids, True)
         allowed = scaled.masked_fill(rows[:, None] & mask, -torch.inf)
-        peak, weights, total = _softmax_parts(allowed)
+    peak, weights = _weights(allowed)
     if greedy:
-        tokens = allowed.argmax(-1)
-        kept_total = total
+        tokens, kept = allowed.argmax(-1, keepdim=True), _total(weights)
     else:
-        u = torch.from_numpy(uniform).to(logits.device)
-        candidates, ids_of = _filter(allowed, peak, weights, total, params)
-        index, kept_total = inverse_cdf(candidates, u)
-        if candidates is weights:
-            kept_total = total  # so that with nothing filtered both log-probabilities are the same number
-        tokens = index if ids_of is None else ids_of.gather(1, index[:, None])[:, 0]
-    value = scaled.gather(1, tokens[:, None])[:, 0].double()
-    drawn = value - (peak.double() + kept_total.log())
-    result = torch.stack([tokens.double(), drawn, value - free_log_total]).cpu().numpy()
-    if not np.isfinite(result).all():
+        u = torch.from_numpy(uniform[:, None]).to(logits.device)
+        if filtered:
+            weights, ids_of = _filter(allowed, peak, weights, params)
+        tokens, kept = inverse_cdf(weights, u)
+        if filtered and ids_of is not None:
+            tokens = ids_of.gather(1, tokens)
+    columns = [tokens, scaled.gather(1, tokens), peak, kept]
+    if forbidden is not None or (filtered and not greedy):
+        peak, weights = _weights(scaled)
+        columns += [peak, _total(weights)]
+    token, value, peaks, totals, *free = _on_host(columns)
+    drawn = value - (peaks + np.log(totals))
+    untruncated = value - (free[0] + np.log(free[1])) if free else drawn
+    # a sum is finite only if every number is
+    if not math.isfinite(np.add.reduce(drawn) + np.add.reduce(untruncated)):
         raise RunError("rollout: the model gave logits that are not finite; its weights hold NaN or infinity")
-    return Draws(result[0].astype(np.int64), result[1], result[2])
+    return Draws(token.astype(np.int64, copy=False), drawn, untruncated)
 
 
-def _softmax_parts(scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(peak [B], exp(scaled - peak) [B, V] float32, its sum [B] float64)."""
-    peak = scaled.amax(-1)
-    weights = (scaled - peak[:, None]).exp_()
-    return peak, weights, weights.sum(-1, dtype=torch.float64)
+def _weights(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """(peak [B, 1], exp(scaled - peak) [B, V] float32)."""
+    peak = scaled.amax(-1, keepdim=True)
+    return peak, (scaled - peak).exp_()
+
+
+def _total(weights: Tensor) -> Tensor:
+    """[B, 1] float64."""
+    return weights.sum(-1, keepdim=True, dtype=torch.float64)
+
+
+def _on_host(columns: list[Tensor]) -> list[NDArray[Any]]:
+    """Columns [B, 1] as arrays [B], from a GPU in one transfer."""
+    if columns[0].device.type == "cpu":
+        return [column.numpy()[:, 0] for column in columns]
+    return list(torch.cat([column.double() for column in columns], 1).cpu().numpy().T)
 
 
 def _filter(
-    scaled: Tensor, peak: Tensor, weights: Tensor, total: Tensor, params: SamplingParams
+    scaled: Tensor, peak: Tensor, weights: Tensor, params: SamplingParams
 ) -> tuple[Tensor, Tensor | None]:
     """Weights of what the filters leave: [B, V] (ids None) or [B, C] with the ids [B, C] they belong to."""
     vocab = scaled.shape[1]
     top_k = params.top_k if params.top_k < vocab else 0
     if not top_k and params.top_p >= 1:
-        if params.min_p > 0:
-            weights = torch.where(weights >= params.min_p * (1 - ROUNDING), weights, 0)
-        return weights, None
+        return torch.where(weights >= params.min_p * (1 - ROUNDING), weights, 0), None
+    total = _total(weights)
     count = top_k or (FIRST_RANKS if vocab > 8 * FIRST_RANKS else vocab)
     while True:
         values, ids = ranked(scaled, count)
-        kept = (values - peak[:, None]).double().exp()
+        kept = (values - peak).double().exp()
         mass = kept.cumsum(-1)
-        goal = (params.top_p - ROUNDING) * (mass[:, -1] if top_k else total)
-        if top_k or count == vocab or bool((mass[:, -1] >= goal).all()):
+        goal = (params.top_p - ROUNDING) * (mass[:, -1:] if top_k else total)
+        if top_k or count == vocab or bool((mass[:, -1:] >= goal).all()):
             break
         count = min(vocab, count * 8)
     if params.top_p < 1:
-        reached = (mass - kept) >= goal[:, None]  # the tokens before this one already reach top_p
+        reached = (mass - kept) >= goal  # the tokens before this one already reach top_p
         reached[:, 0] = False
         kept = kept.masked_fill(reached, 0)
     if params.min_p > 0:  # the ratio to the likeliest token is the same before and after renormalising
@@ -165,32 +209,32 @@ def ranked(scaled: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def inverse_cdf(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The index [B] where the running sum of weights [B, N] first exceeds u [B] times their sum; and the sum.
+    """The index [B, 1] where the running sum of weights [B, N] first exceeds u [B, 1] times their sum; and the sum.
 
-    An entry of weight zero is never returned, for no u in [0, 1]. Sums are float64 on two levels, so a long
+    An entry of weight zero is never returned, for no u in [0, 1). Sums are float64 on two levels, so a long
     row loses no accuracy.
     """
     n = weights.shape[1]
     if n <= 2 * CDF_BLOCK:
-        return _search(weights.double().cumsum(-1), u)
+        return _search(weights.cumsum(-1, dtype=torch.float64), u)
     whole = n // CDF_BLOCK * CDF_BLOCK
     sums = weights[:, :whole].unflatten(1, (-1, CDF_BLOCK)).sum(-1, dtype=torch.float64)
     if whole < n:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, dtype=torch.float64)[:, None]], 1)
+        sums = torch.cat([sums, _total(weights[:, whole:])], 1)
     running = sums.cumsum(-1)
     block, total = _search(running, u)
-    own = sums.gather(1, block[:, None])[:, 0]
-    before = running.gather(1, block[:, None])[:, 0] - own
-    inside = block[:, None] * CDF_BLOCK + torch.arange(CDF_BLOCK, device=weights.device)
+    own = sums.gather(1, block)
+    before = running.gather(1, block) - own
+    inside = block * CDF_BLOCK + torch.arange(CDF_BLOCK, device=weights.device)
     part = weights.gather(1, inside.clamp_max(n - 1)).double().masked_fill_(inside >= n, 0)
-    index, _ = _search(part.cumsum(-1), ((u * total - before) / own).clamp_(0, 1))
-    return (block * CDF_BLOCK + index).clamp_max(n - 1), total  # as in `_search`
+    index, _ = _search(part.cumsum(-1), ((u * total - before) / own).clamp_(0, BELOW_ONE))
+    return (block * CDF_BLOCK + index).clamp_max_(n - 1), total  # as in `_search`
 
 
 def _search(running: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """The first index whose running sum exceeds u * total, and the total; both [B]."""
-    total = running[:, -1]
-    # u * total may round up to total, which no running sum exceeds
-    goal = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-    index = torch.searchsorted(running, goal[:, None], right=True)[:, 0]
-    return index.clamp_max(running.shape[1] - 1), total  # out of range only for NaN, which `sample` reports
+    """The first index whose running sum exceeds u * total, and the total; both [B, 1]."""
+    total = running[:, -1:]
+    # below the total, as some running sum has to exceed it: u is at most BELOW_ONE, and total * BELOW_ONE is half a
+    # unit in the last place of total below it or more, which never rounds up to it
+    index = torch.searchsorted(running, u * total, right=True)
+    return index.clamp_max_(running.shape[1] - 1), total  # out of range only for NaN, which `sample` reports

@@ -99,6 +99,7 @@ class Scheduler:
         self.waiting: deque[Sample] = deque(self.samples)
         self.unfinished = len(self.samples)
         self._rows = list(range(max_concurrent - 1, -1, -1))
+        self._room_for = 0  # steps for which every running sample has room: nobody needs a look in them
         self._held_request = -1  # the prompt whose blocks are kept for siblings still waiting
         self._held_blocks: list[int] = []
 
@@ -133,14 +134,22 @@ class Scheduler:
 
     def _reserve(self, step: Step) -> bool:
         """A slot for the newest token of every running sample; True when samples were preempted for it."""
-        before = self.preemptions
-        i = 0
+        if self._room_for > 0:
+            self._room_for -= 1
+            return False
+        before, least, i = self.preemptions, self.block_size, 0
         while i < len(self.running):
             sample = self.running[i]
-            if sample.prompt_tokens + sample.generated > sample.capacity and not self._grow(sample, step):
-                self._make_room()
-                continue  # the sample itself may be the one that had to go
+            room = sample.capacity - sample.prompt_tokens - sample.generated
+            if room < 0:
+                if not self._grow(sample, step):
+                    self._make_room()
+                    continue  # the sample itself may be the one that had to go
+                room = sample.capacity - sample.tokens
+            if room < least:
+                least = room
             i += 1
+        self._room_for = least
         return self.preemptions > before
 
     def _grow(self, sample: Sample, step: Step) -> bool:
@@ -221,6 +230,7 @@ class Scheduler:
         sample.blocks = blocks
         sample.capacity = sample.tokens  # the last block may be shared: ask before the first write
         sample.row = self._rows.pop()
+        self._room_for = 0
         self.running.append(sample)
         return sample
 
