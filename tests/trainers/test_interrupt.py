@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from headrace.flow.interrupt import Interrupted, InterruptGuard
 
 SLOW = """
 import asyncio, time
@@ -39,12 +44,18 @@ async def stuck_async(completions):
 """
 
 
+def take_terminal() -> None:
+    """A new process's standard input becomes its controlling terminal, and losing it is what it is by default."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(arithmetic: Path, tmp_path: Path) -> Iterator[Any]:
     """Starts `headrace train` with a reward of SLOW as the leader of its own process group."""
     begun: list[subprocess.Popen[str]] = []
 
-    def run(reward: str) -> subprocess.Popen[str]:
+    def run(reward: str, terminal: int | None = None) -> subprocess.Popen[str]:
         (tmp_path / "slow.py").write_text(SLOW)
         command = [sys.executable, "-m", "headrace", "train"]
         command += [f"model={arithmetic / 'model'}", f"data={arithmetic / 'train.jsonl'}"]
@@ -56,7 +67,10 @@ def start(arithmetic: Path, tmp_path: Path) -> Iterator[Any]:
             cwd=tmp_path,
             env=environment,
             start_new_session=True,
-            stderr=subprocess.PIPE,
+            stdin=terminal,
+            stdout=terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
+            preexec_fn=None if terminal is None else take_terminal,
             text=True,
         )
         begun.append(process)
@@ -125,3 +139,50 @@ def test_twice_ends_at_once(start: Any, tmp_path: Path, reward: str) -> None:
     assert "Traceback" not in err
     assert "stopped by Ctrl-C; what is finished is in runs/r" in err
     assert [s["step"] for s in metrics(tmp_path / "runs" / "r")] == [1]
+
+
+def test_a_lost_terminal_ends_a_run_as_ctrl_c_does(start: Any, tmp_path: Path) -> None:
+    """A closed window or a dropped connection: nothing can be shown any more, and what is finished is kept."""
+    ours, theirs = os.openpty()
+    process = start("score", theirs)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    run = tmp_path / "runs" / "r"
+
+    def stepped() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            os.read(ours, 1 << 16)
+        return (run / "metrics.jsonl").is_file() and bool((run / "metrics.jsonl").stat().st_size)
+
+    wait_for(stepped, process)
+    os.close(ours)
+    assert process.wait(30) == 130
+    steps = len(metrics(run))
+    assert (run / "checkpoints" / f"step_{steps}").is_dir()
+    assert (run / "model" / "config.json").is_file()
+
+
+def test_a_run_that_was_told_to_outlive_its_terminal_does() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with InterruptGuard() as guard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            guard.check()
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_shell_and_the_system_may_both_tell_of_a_lost_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    monkeypatch.setattr(InterruptGuard, "_drop_terminal", lambda guard: None)
+    try:
+        with InterruptGuard() as guard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(Interrupted):
+                guard.check()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGHUP, before)
