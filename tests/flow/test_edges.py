@@ -173,8 +173,8 @@ def test_the_bytes_are_those_that_workers_get_from_each_other(
     moved: dict[str, int] = {}
     result = group.Call.result
 
-    def note(call: group.Call) -> group.Result:
-        found = result(call)
+    def note(call: group.Call, *args: Any) -> group.Result:
+        found = result(call, *args)
         what = call.output.partition("/")[0]
         if found.written or what in ("actor.stage", "critic.stage"):
             moved[found.written[0] if found.written else what] = found.moved_bytes
