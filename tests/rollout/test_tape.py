@@ -185,6 +185,7 @@ def another_thread(x: Tensor) -> Tensor:
         lambda x: x * float(x[0, 0]),
         lambda x: x + max(x.sum(-1).tolist()),
         lambda x: x + torch.from_numpy(x.numpy().copy()),
+        lambda x: x + len(str(x)),
         lambda x: x[x > 0],
         lambda x: x[:, x[0].nonzero()[:, 0]],
         lambda x: x + torch.rand(8),

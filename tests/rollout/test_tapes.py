@@ -255,3 +255,15 @@ def test_no_tapes_with_global_hooks_or_autocast(tiny: Callable[[str], CausalLM])
     finally:
         handle.remove()
     assert tapes_possible(model)
+
+
+def test_empty_rows_hold_nothing_of_an_earlier_rollout(build_model: Callable[..., CausalLM]) -> None:
+    """A module that mixes rows would carry it on, and a resumed run would not be the same."""
+    model = build_model("llama")
+    mlp = model.hf.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) + hidden.amax(1, keepdim=True)
+    fresh, used = NativeEngine(model), NativeEngine(model)
+    used.generate(requests((5, 25, 7, 7)), PARAMS)
+    assert flat(used.generate(requests(), PARAMS)) == flat(fresh.generate(requests(), PARAMS))
+    assert fresh.stats.replayed_steps

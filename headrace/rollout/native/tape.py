@@ -30,7 +30,7 @@ UNREPEATABLE = (
     torch.Tag.nondeterministic_seeded,
 )
 READERS = {
-    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "data_ptr")
 }  # they read memory without an operator
 PLACEMENT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}  # an output has them
 COPIES = {"aten::_to_copy", "aten::clone"}

@@ -75,6 +75,8 @@ class DecodeTapes:
             if tape is None:
                 return None
         self._ids[:used], self._positions[:used] = ids, positions
+        # a module that looks at all rows at once may at least not see those of an earlier rollout
+        self._ids[used:rows], self._positions[used:rows] = 0, 0
         return tape.play(attention, used)[0, :used]
 
     def _record(self, rows: int) -> Tape | None:
