@@ -37,6 +37,20 @@ class AttentionContext(Protocol):
         ...
 
 
+class CountedAttention:
+    """Another context, and how often it was asked: never by a model that computes attention by itself."""
+
+    def __init__(self, own: AttentionContext) -> None:
+        self._own = own
+        self.calls = 0
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        self.calls += 1
+        return self._own.attend(layer, query, key, value, scale=scale, window=window)
+
+
 class PackedAttention:
     """Causal attention inside each sequence of a pack, for training and prefill.
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError, RunError
-from headrace.models.attention import AttentionContext
+from headrace.models.attention import AttentionContext, CountedAttention
 from headrace.models.lora import Adapters
 from headrace.models.norm import use_fast_norms
 from headrace.models.sequence_parallel import PackSlice
@@ -240,7 +240,7 @@ def _error_against_hf(model: CausalLM | ScalarModel) -> float:
     packed = torch.cat([ids[:short], ids])
     positions = torch.cat([torch.arange(short), torch.arange(length)]).to(model.device)
     part = PackSlice(len(packed), mesh)
-    attention = part.attention([short, length], model.device)
+    attention = CountedAttention(part.attention([short, length], model.device))
 
     def ours(chunk: int, incoming: Tensor | None) -> Tensor:
         return model.run_layers(part.of(packed), part.of(positions), attention, chunk, incoming)
@@ -255,6 +255,10 @@ def _error_against_hf(model: CausalLM | ScalarModel) -> float:
         return relay(mesh, (1, tokens, width), model.dtype, run)
 
     hidden = part.join(passed(ours, part.count)[0])[short:]
+    if mesh.size("pp") == 1 and not attention.calls:
+        raise ConfigError(
+            f"{type(model.hf).__name__} computes attention by itself: it cannot generate from headrace's cache"
+        )
     before = config._attn_implementation
     try:
         model.hf.set_attn_implementation("eager")

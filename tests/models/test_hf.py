@@ -421,3 +421,14 @@ def test_devices_and_dtypes() -> None:
         assert resolve_device("auto") == cpu
         with pytest.raises(ConfigError, match=r"run\.device: 'cuda:1'"):
             resolve_device("cuda:1")
+
+
+def test_a_model_that_computes_attention_by_itself_is_refused_by_name() -> None:
+    """It gets packs right, and would generate without the tokens before."""
+    import transformers as t
+
+    falcon = t.FalconForCausalLM(
+        t.FalconConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    )
+    with pytest.raises(ConfigError, match="FalconForCausalLM computes attention by itself"):
+        wrap(falcon, None)

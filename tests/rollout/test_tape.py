@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,27 @@ def other_types(x: Tensor) -> Tensor:
     return whole * (x > 0) + torch.arange(x.shape[-1]) + torch.tensor(2.0) + x.long()
 
 
+def new_shape_in_place(x: Tensor) -> Tensor:
+    """Of a tensor that is filled by a copy, which would not undo it."""
+    y = x.clone()
+    y.t_()
+    z = x.clone()
+    z.unsqueeze_(0)
+    return (y * 2).t() + z[0]
+
+
+def numbers_first(x: Tensor) -> Tensor:
+    """Operators whose overloads differ in the types of their arguments alone."""
+    return (1 - x) + (2.0 - x * 2) + (1 << x.long().abs())
+
+
+def odd_storage(x: Tensor) -> Tensor:
+    """A view as complex numbers of memory that holds half a number more."""
+    whole = torch.cat([x.reshape(-1), x[0, :1]])
+    turned = torch.view_as_complex(whole[: ROWS * 8].view(-1, 2)) * (1 + 1j)
+    return torch.view_as_real(turned).reshape(ROWS, 8)
+
+
 def no_output_given(x: Tensor) -> Tensor:
     return F.layer_norm(F.pad(x, (1, 1)), (x.shape[-1] + 2,)) + F.gelu(x, approximate="tanh").sum(
         -1, keepdim=True
@@ -71,6 +93,9 @@ FORWARDS: list[Callable[[Tensor], Tensor]] = [
     views,
     two_outputs,
     other_types,
+    new_shape_in_place,
+    numbers_first,
+    odd_storage,
     no_output_given,
     lambda x: F.rms_norm(x, (8,), torch.linspace(1, 2, 8)),
     lambda x: F.silu(x) @ torch.eye(8) + F.elu(x).amax(-1, keepdim=True),
@@ -128,6 +153,31 @@ def test_tapes_of_one_arena_share_its_memory() -> None:
 COUNTER = torch.zeros(1)
 
 
+def caught(x: Tensor) -> Tensor:
+    """Whose own code takes care of what is raised in it."""
+    try:
+        return x * float(x.max())
+    except Exception:  # noqa: BLE001
+        return x
+
+
+def grown_output(x: Tensor) -> Tensor:
+    out = torch.empty(0)
+    torch.matmul(x, torch.eye(8), out=out)
+    return out + out * 3
+
+
+def conjugate(x: Tensor) -> Tensor:
+    turned = torch.view_as_complex((x * 2).view(ROWS, 4, 2)).conj()
+    return torch.view_as_real((turned * turned.sum()).resolve_conj()).flatten(1)
+
+
+def another_thread(x: Tensor) -> Tensor:
+    """Whose operators no recording sees."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x * 2).result() + 1
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -135,18 +185,24 @@ COUNTER = torch.zeros(1)
         lambda x: x * float(x[0, 0]),
         lambda x: x + max(x.sum(-1).tolist()),
         lambda x: x + torch.from_numpy(x.numpy().copy()),
+        lambda x: x + len(str(x)),
         lambda x: x[x > 0],
         lambda x: x[:, x[0].nonzero()[:, 0]],
         lambda x: x + torch.rand(8),
         lambda x: F.dropout(x, 0.5),
         lambda x: x + COUNTER.add_(1),
         lambda x: x.mul_(2) + 1,
+        lambda x: x + float(np.random.default_rng().random()),
+        caught,
+        grown_output,
+        conjugate,
+        another_thread,
     ],
 )
 def test_what_looks_at_values_or_changes_things_is_refused(forward: Callable[[Tensor], Tensor]) -> None:
     x = torch.randn(ROWS, 8)
     with pytest.raises(NotRepeatable):
-        Tape(lambda attention: forward(x), Arena())
+        Tape(lambda attention: forward(x), Arena(), lambda: x.mul_(-3).add_(1))
 
 
 def test_a_forward_that_is_never_the_same_is_refused() -> None:

@@ -8,10 +8,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from headrace.config import LoraConfig
 from headrace.models.causal_lm import CausalLM
 from headrace.models.hf import wrap
+from headrace.models.lora import adapter_layers, adapters_off, add_adapters
 from headrace.rollout.engine import Completion, Request, SamplingParams
+from headrace.rollout.native import tapes
 from headrace.rollout.native.engine import NativeEngine
 from headrace.rollout.native.tapes import tapes_possible
 
@@ -113,3 +117,153 @@ def test_more_sequences_than_run_at_once(tiny: Callable[[str], CausalLM]) -> Non
     want, got = flat(plain.generate(requests(), PARAMS)), flat(few.generate(requests(), PARAMS))
     assert [c.token_ids for c in want] == [c.token_ids for c in got]
     assert 0 < few.stats.replayed_steps < few.stats.steps
+
+
+def same(engine: NativeEngine, asked: list[Request] | None = None) -> bool:
+    """Whether a rollout gives what the model's own code gives."""
+    plain = NativeEngine(engine.model, replay_steps=False)
+    want, got = (flat(e.generate(asked or requests(), PARAMS)) for e in (plain, engine))
+    return all(
+        a.token_ids == b.token_ids and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=2e-5)
+        for a, b in zip(want, got, strict=True)
+    )
+
+
+def with_other_activation(model: CausalLM) -> None:
+    for module in model.hf.modules():
+        if hasattr(module, "act_fn"):
+            module.act_fn = torch.nn.GELU()
+
+
+def with_other_constant(model: CausalLM) -> None:
+    for module in model.hf.modules():
+        if hasattr(module, "rms_eps"):
+            module.rms_eps = 1.0
+
+
+def with_turned_weights(model: CausalLM) -> None:
+    for layer in model.hf.model.layers:
+        layer.self_attn.q_proj.weight.data = layer.self_attn.q_proj.weight.data.t()
+
+
+def with_other_forward(model: CausalLM) -> None:
+    mlp = model.hf.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) * 2
+
+
+def with_fewer_tokens(model: CausalLM) -> None:
+    model.hf.resize_token_embeddings(92)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_other_activation,
+        with_other_constant,
+        with_turned_weights,
+        with_other_forward,
+        with_fewer_tokens,
+    ],
+)
+def test_a_model_that_was_changed_is_taped_anew(
+    change: Callable[[CausalLM], None], build_model: Callable[..., CausalLM]
+) -> None:
+    """Also where all weights lie where they lay."""
+    model = build_model("llama")
+    engine = NativeEngine(model)
+    before = flat(engine.generate(requests(), PARAMS))
+    change(model)
+    assert same(engine)
+    assert engine.stats.replayed_steps
+    assert flat(engine.generate(requests(), PARAMS)) != before
+
+
+def test_adapters_are_switched_and_scaled(build_model: Callable[..., CausalLM]) -> None:
+    model = build_model("llama")
+    add_adapters(model.hf, LoraConfig(rank=4, targets=["all-linear"]), "base")
+    with torch.no_grad():
+        for name, parameter in model.hf.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.3)
+    engine = NativeEngine(model)
+    assert same(engine)
+    with adapters_off(model.hf):
+        assert same(engine)
+    assert same(engine)
+    for layer in adapter_layers(model.hf).values():
+        layer.scaling["default"] = 0.1
+    assert same(engine)
+    assert engine.stats.replayed_steps
+
+
+def test_what_stays_the_same_is_taped_once(
+    build_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(build_model("gemma3"))
+    engine.generate(requests(), PARAMS)
+    monkeypatch.setattr(tapes, "Tape", None)
+    engine.generate(requests(), PARAMS)
+    assert engine.stats.replayed_steps
+
+
+def test_another_model_and_more_sequences(build_model: Callable[..., CausalLM]) -> None:
+    engine = NativeEngine(build_model("llama"), max_concurrent_sequences=2)
+    assert same(engine)
+    engine.max_concurrent_sequences = 20
+    assert same(engine)
+    engine.model = build_model("qwen3")
+    assert same(engine)
+
+
+def test_more_sequences_than_positions() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=8, bos_token_id=None, eos_token_id=None
+    )
+    engine = NativeEngine(wrap(GPT2LMHeadModel(config), None))
+    assert same(engine, [Request((5, 6), tuple(range(20)), max_new_tokens=6)])
+    assert engine.stats.replayed_steps
+
+
+def test_an_operator_that_cannot_be_recorded(build_model: Callable[..., CausalLM]) -> None:
+    """As torch.cond, which has no rule under a recording and says so with a NotImplementedError."""
+    model = build_model("llama")
+    mlp = model.hf.model.layers[0].mlp
+    own = mlp.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        if _get_current_dispatch_mode() is not None:
+            raise NotImplementedError("no rule")
+        return own(hidden)
+
+    mlp.forward = forward
+    engine = NativeEngine(model)
+    assert same(engine)
+    assert engine.stats.replayed_steps == 0
+
+
+def test_no_tapes_with_global_hooks_or_autocast(tiny: Callable[[str], CausalLM]) -> None:
+    model = tiny("llama")
+    assert tapes_possible(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not tapes_possible(model)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda module, given, out: None)
+    try:
+        assert not tapes_possible(model)
+    finally:
+        handle.remove()
+    assert tapes_possible(model)
+
+
+def test_empty_rows_hold_nothing_of_an_earlier_rollout(build_model: Callable[..., CausalLM]) -> None:
+    """A module that mixes rows would carry it on, and a resumed run would not be the same."""
+    model = build_model("llama")
+    mlp = model.hf.model.layers[0].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: own(hidden) + hidden.amax(1, keepdim=True)
+    fresh, used = NativeEngine(model), NativeEngine(model)
+    used.generate(requests((5, 25, 7, 7)), PARAMS)
+    assert flat(used.generate(requests(), PARAMS)) == flat(fresh.generate(requests(), PARAMS))
+    assert fresh.stats.replayed_steps

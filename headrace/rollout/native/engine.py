@@ -113,8 +113,10 @@ class NativeEngine(RolloutEngine):
         if not self.replay_steps or not tapes_possible(self.model):
             self.tapes = None
         else:
-            self.tapes = self.tapes or DecodeTapes(self.model, self.max_concurrent_sequences)
-            self.tapes.refresh()
+            tapes, rows = self.tapes, self.max_concurrent_sequences
+            if tapes is None or tapes.model is not self.model or tapes.rows != rows:
+                tapes = self.tapes = DecodeTapes(self.model, rows)
+            tapes.refresh()
         with torch.inference_mode(), _evaluation_mode(self.model):
             return _Rollout(self, requests, sampling).run(on_progress)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ UNREPEATABLE = (
     torch.Tag.nondeterministic_seeded,
 )
 READERS = {
-    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+    getattr(Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__repr__", "data_ptr")
 }  # they read memory without an operator
 PLACEMENT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}  # an output has them
 COPIES = {"aten::_to_copy", "aten::clone"}
@@ -90,6 +90,7 @@ class _Kind:
     unrepeatable: bool
     names: tuple[str, ...]  # of its arguments
     written: tuple[str, ...]  # those that it writes into
+    only_view: bool  # it changes not what is written there, but the shape
 
 
 @cache
@@ -99,6 +100,7 @@ def _kind(function: Any) -> _Kind:
         any(tag in function.tags for tag in UNREPEATABLE),
         tuple(a.name for a in arguments),
         tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write),
+        torch.Tag.inplace_view in function.tags,
     )
 
 
@@ -112,6 +114,7 @@ class _Recorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._alive: list[StorageWeakRef] = []  # so that no address is given twice; the memory itself may go
         self._noting = True
+        self.refusal = ""  # the model's own code may catch what was raised for it
         self._plain: set[Any] = set()  # operators that are not made of others; only these are recorded
 
     def __torch_dispatch__(
@@ -128,29 +131,38 @@ class _Recorder(TorchDispatchMode):
             self._plain.add(func)
         kind = _kind(func)
         if kind.unrepeatable:
-            raise NotRepeatable(f"{func} depends on the values that it is given, or on chance")
+            self.refuse(f"{func} depends on the values that it is given, or on chance")
         call = _Call(func, self._note(args), self._note(kwargs))
         result = func(*args, **kwargs)
         if kind.written and func._schema.name in WITHOUT_EFFECT:
             return result
         if kind.written:
             given = dict(zip(kind.names, args, strict=False)) | kwargs
-            if not all(isinstance(given[name], Tensor) and self._find(given[name]) for name in kind.written):
-                raise NotRepeatable(f"{func} changes something that outlives the forward pass")
-            self._add(call)
+            for x in (given[name] for name in kind.written):
+                place = self._find(x) if isinstance(x, Tensor) else None
+                if place is None:
+                    self.refuse(f"{func} changes something that outlives the forward pass")
+                if x.untyped_storage().nbytes() != self.storages[place.storage].nbytes:
+                    self.refuse(f"{func} changes the size of its output")
+            if not kind.only_view:  # else whoever is given it from now on notes its new shape
+                self._add(call)
             return result
         outputs = result if isinstance(result, (list, tuple)) else (result,)
         if not all(isinstance(x, Tensor) for x in outputs):
-            raise NotRepeatable(f"{func} returns more than tensors")
+            self.refuse(f"{func} returns more than tensors")
         given_memory = {_address(x) for x in _tensors((args, kwargs))}
         views = sum(_address(x) in given_memory for x in outputs)
         if views == len(outputs):
             return result
         if views:
-            raise NotRepeatable(f"{func} returns a view beside something new")
+            self.refuse(f"{func} returns a view beside something new")
         call.outputs = [self._new(x, len(self.steps)) for x in outputs]
         self._add(call)
         return result
+
+    def refuse(self, reason: str) -> NoReturn:
+        self.refusal = reason
+        raise NotRepeatable(reason)
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -163,6 +175,8 @@ class _Recorder(TorchDispatchMode):
     def leave_open(self, layer: int, tensors: Sequence[Tensor], scale: float, window: int | None) -> Tensor:
         """The output of a layer's attention, filled with numbers, from query, key and value."""
         query, _, value = tensors
+        if not isinstance(scale, (int, float)):
+            self.refuse("the scale of attention is a tensor")
         with self.unnoted():
             out = filler(query, value)
         q, k, v = (self._note(x) for x in tensors)
@@ -200,29 +214,35 @@ class _Recorder(TorchDispatchMode):
         number = self._numbers.get(_address(x))
         if number is None:
             return None
+        if x.is_conj() or x.is_neg():
+            self.refuse("a view of conjugate or negative numbers is taken")
         return _Place(number, x.dtype, tuple(x.shape), x.stride(), int(x.storage_offset()))
 
     def _new(self, x: Tensor, step: int) -> _Place:
-        if type(x) is not Tensor or x.layout is not torch.strided:
-            raise NotRepeatable(f"a {type(x).__name__} of layout {x.layout} is made")
+        if type(x) is not Tensor or x.layout is not torch.strided or x.device.type != "cpu":
+            self.refuse(f"a {type(x).__name__} of layout {x.layout} on {x.device} is made")
         storage = StorageWeakRef(x.untyped_storage())
         self._alive.append(storage)
         self._numbers[_address(x)] = len(self.storages)
         self.storages.append(_Storage(x.untyped_storage().nbytes(), step, step))
         found = self._find(x)
         if found is None:
-            raise NotRepeatable("a result was lost")
+            self.refuse("a result was lost")
         return found
 
 
 class _NoReading(TorchFunctionMode):
-    """Raises where Python code looks at the numbers in a tensor: what it does with them is not recorded."""
+    """Refuses where Python code looks at the numbers in a tensor: what it does with them is not recorded."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in READERS:
-            raise NotRepeatable(f"the forward pass calls Tensor.{func.__name__}")
+            self._recorder.refuse(f"the forward pass calls Tensor.{func.__name__}")
         return func(*args, **(kwargs or {}))
 
 
@@ -258,13 +278,21 @@ class Tape:
 
     Inputs and weights are read where they lay at the recording. Raises NotRepeatable where a forward pass looks at
     values, draws random numbers, has shapes that depend on values, or changes anything but its own results; and where
-    a play does not give what the recording gave. Use under `torch.inference_mode()` only.
+    a play does not give what the recording gave, or after `change` has given the inputs other values, not what the
+    forward pass then gives: so state that no operator shows is found. Use under `torch.inference_mode()` only.
     """
 
-    def __init__(self, forward: Callable[[AttentionContext], Tensor], arena: Arena) -> None:
+    def __init__(
+        self,
+        forward: Callable[[AttentionContext], Tensor],
+        arena: Arena,
+        change: Callable[[], None] = lambda: None,
+    ) -> None:
         recorder = _Recorder()
-        with _NoReading(), recorder:
+        with _NoReading(recorder), recorder:
             first = forward(_Leaving(recorder))
+        if recorder.refusal:
+            raise NotRepeatable(recorder.refusal)
         result = recorder.place(first)
         if result is None:
             raise NotRepeatable("the forward pass computes nothing")
@@ -276,7 +304,7 @@ class Tape:
             if isinstance(value, _Place):
                 if value not in made:
                     at, size = offsets[value.storage], recorder.storages[value.storage].nbytes
-                    whole = memory[at : at + size].view(value.dtype)
+                    whole = memory[at : at + aligned(size)].view(value.dtype)
                     start = int(whole.storage_offset()) + value.offset
                     made[value] = whole.as_strided(value.size, value.stride, start)
                 return made[value]
@@ -298,8 +326,15 @@ class Tape:
                 call()  # in order, so that no operator ever sees what no play would give it
                 self._pieces[-1][0].append(call)
         self._result: Tensor = real(result)
-        worst = float((self._result - first).abs().max())
-        if not worst <= TOLERANCE.get(first.dtype, 0.03) * float(first.abs().max()):
+        self._compare(first)
+        change()
+        again = forward(_Filling())
+        self.play(_Filling(), again.shape[-2])
+        self._compare(again)
+
+    def _compare(self, wanted: Tensor) -> None:
+        worst = float((self._result - wanted).abs().max())
+        if not worst <= TOLERANCE.get(wanted.dtype, 0.03) * float(wanted.abs().max()):
             raise NotRepeatable(f"a play differs by {worst:g} from the recording")
 
     def play(self, attention: AttentionContext, used: int) -> Tensor:
@@ -354,11 +389,16 @@ def plan(storages: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
             if start + nbytes <= offset:
                 break
             start = max(start, end)
-        end = start + -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        end = start + aligned(nbytes)
         offsets.append(start)
         taken.append((start, end, last))
         total = max(total, end)
     return offsets, total
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes of a storage up to where the next one may start."""
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 def _address(x: Tensor) -> int:
@@ -402,13 +442,15 @@ def _bind(function: Any, args: Any, kwargs: dict[str, Any], outputs: list[Tensor
 
 def _with_out(function: Any, args: Any, kwargs: dict[str, Any], outputs: list[Tensor]) -> Callable[[], Any]:
     given = {*_kind(function).names[: len(args)], *(set(kwargs) - PLACEMENT)}
+    own = {a.name: str(a.type) for a in function._schema.arguments}
     packet = function.overloadpacket
     for name in packet.overloads():
         overload = getattr(packet, name)
         arguments = overload._schema.arguments
         outs = [a.name for a in arguments if a.is_out]
-        names = {a.name for a in arguments if not a.is_out}
-        if len(outs) == len(outputs) and names >= given and names <= set(_kind(function).names):
+        types = {a.name: str(a.type) for a in arguments if not a.is_out}
+        names = types.keys()
+        if len(outs) == len(outputs) and names >= given and types.items() <= own.items():
             kept = {key: x for key, x in kwargs.items() if key in names}
             return partial(overload, *args, **kept, **dict(zip(outs, outputs, strict=True)))
 
