@@ -24,7 +24,7 @@ def test_rungs_hold_and_waste_little(number: int, unit: int) -> None:
     assert rung(size, unit) == size
 
 
-def test_a_cpu_records_nothing(tiny: Callable[[str], CausalLM]) -> None:
+def test_a_cpu_has_no_graphs(tiny: Callable[[str], CausalLM]) -> None:
     assert not graphs_possible(tiny("llama"))
 
 

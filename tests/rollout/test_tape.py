@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.rollout.native.tape import ALIGNMENT, Arena, NotRepeatable, Tape, filler, plan
+from headrace.rollout.native.recorder import NotRepeatable, filler
+from headrace.rollout.native.tape import ALIGNMENT, Arena, Tape, plan
 
 ROWS = 6
 

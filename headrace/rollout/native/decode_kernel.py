@@ -1,18 +1,23 @@
-"""Whether the kernel of paged_kernel.py can be built here, and decoding with it.
-
-Shapes: R rows, W blocks of a table row, A query heads, K key/value heads, D head size.
-"""
+"""What can be known of the kernel of paged_kernel.py without Triton: whether it can be built here, and its spans."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from functools import cache
 from importlib.util import find_spec
 
-from torch import Tensor
+PROGRAMS = 512  # about four for each multiprocessor of a large GPU: more spans gain nothing then
+MAX_SPANS = 16
 
-from headrace.rollout.native.kv_cache import PagedKVCache
+
+def num_spans(rows: int, kv_heads: int) -> int:
+    """A power of two; 1 where rows and heads alone keep the device busy."""
+    spans = 1
+    while spans < MAX_SPANS and 2 * spans * rows * kv_heads <= PROGRAMS:
+        spans *= 2
+    return spans
 
 
 @cache
@@ -25,32 +30,11 @@ def missing() -> str | None:
     return None
 
 
-class KernelDecode:
-    """Attention of one new token a sequence over the cached ones, by the kernel. Its shapes depend on R alone."""
+def build_errors() -> tuple[type[Exception], ...]:
+    """What is raised where a kernel cannot be built or recorded after all: without Python's headers, say."""
+    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, subprocess.SubprocessError)
+    if find_spec("triton") is None:
+        return errors
+    from triton.errors import TritonError
 
-    def __init__(self, cache: PagedKVCache, inputs: Tensor) -> None:
-        """`inputs` [R, 2 + W] (int64): of each sequence the new token, its position, and its blocks."""
-        self._cache = cache
-        self._positions, self._table = inputs[:, 1].contiguous(), inputs[:, 2:]
-        size = cache.block_size
-        block = self._table.gather(1, (self._positions // size)[:, None])[:, 0]
-        self._own = block * size + self._positions % size
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
-    ) -> Tensor:
-        """query [R, A, D], key and value [R, K, D] → [R, A, D]."""
-        from headrace.rollout.native import paged_kernel
-
-        self._cache.write(layer, self._own, key, value)
-        keys, values = self._cache.tokens(layer)
-        return paged_kernel.attend(
-            query,
-            keys,
-            values,
-            self._table,
-            self._positions,
-            self._cache.block_size,
-            scale=scale,
-            window=window,
-        )
+    return (*errors, TritonError)

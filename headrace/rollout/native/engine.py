@@ -302,7 +302,7 @@ class _Rollout:
         hidden = None
         if self.graphs is not None:
             hidden = self.graphs.hidden_states(ids, position, table)
-        elif self.engine.tapes is not None:
+        elif self.engine.tapes is not None and not self.engine.tapes.failed:
             attention = PagedDecodeAttention(self.cache, table, position + 1, self.device)
             hidden = self.engine.tapes.hidden_states(ids, position, attention)
         if hidden is not None:

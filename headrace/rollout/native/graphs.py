@@ -4,7 +4,8 @@ A small kernel takes less time than Python takes to launch it, and a step of dec
 A graph replays them in one launch, but always with the same shapes and addresses: the number of sequences is padded up to
 a rung of a ladder, and everything that changes from step to step is read from one tensor that stays where it is.
 
-Shapes: B sequences that decode, R rows (a rung, B of them used), W blocks of a table row, H hidden size.
+Shapes: B sequences that decode, R rows (a rung, B of them used), W blocks of a table row, H hidden size,
+A query heads, K key/value heads, D head size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from headrace.models.causal_lm import CausalLM
 from headrace.models.varlen import KERNEL_DTYPES
-from headrace.rollout.native.decode_kernel import KernelDecode, missing
+from headrace.rollout.native.decode_kernel import build_errors, missing, num_spans
 from headrace.rollout.native.kv_cache import PagedKVCache
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,37 @@ def rung(number: int, unit: int, step: float = STEP) -> int:
     while size < number:
         size = max(size + unit, int(size * step) // unit * unit)
     return size
+
+
+class KernelDecode:
+    """Attention of one new token a sequence over the cached ones, by the kernel. Its shapes depend on R alone."""
+
+    def __init__(self, cache: PagedKVCache, inputs: Tensor) -> None:
+        """`inputs` [R, 2 + W] (int64): of each sequence the new token, its position, and its blocks."""
+        self._cache = cache
+        self._positions, self._table = inputs[:, 1].contiguous(), inputs[:, 2:]
+        size = cache.block_size
+        block = self._table.gather(1, (self._positions // size)[:, None])[:, 0]
+        self._own = block * size + self._positions % size
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """query [R, A, D], key and value [R, K, D] → [R, A, D]."""
+        from headrace.rollout.native import paged_kernel
+
+        self._cache.write(layer, self._own, key, value)
+        keys, values = self._cache.tokens(layer)
+        return paged_kernel.attend(
+            query,
+            keys,
+            values,
+            self._table,
+            self._positions,
+            self._cache.block_size,
+            scale=scale,
+            window=window,
+        )
 
 
 @cache
@@ -121,8 +153,6 @@ class DecodeGraphs:
 
     def _record(self, rows: int) -> _Recorded | None:
         """Records a step; its inputs are in place, and what it writes before it is replayed is what a replay writes."""
-        from headrace.rollout.native.paged_kernel import num_spans
-
         try:
             stream = _recording_stream(self._model.device)
             self._pool = self._pool or torch.cuda.graph_pool_handle()
@@ -142,7 +172,7 @@ class DecodeGraphs:
                 finally:
                     graph.capture_end()
             torch.cuda.current_stream().wait_stream(stream)
-        except RuntimeError as error:
+        except build_errors() as error:
             self.failed = True
             logger.warning(
                 "decoding goes on without CUDA graphs, which could not be recorded: %s",

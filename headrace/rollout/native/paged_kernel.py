@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.rollout.native.decode_kernel import MAX_SPANS, num_spans
+
 BLOCK = 64  # tokens at a time
-PROGRAMS = 512  # about four for each multiprocessor of a large GPU: more spans gain nothing then
-MAX_SPANS = 16
 SMALLEST_TILE = 16  # of the tensor cores
 NO_WINDOW = (1 << 31) - 1
 
@@ -87,14 +87,6 @@ def _join(spans, out, num_spans, DIM: tl.constexpr, DIM_TILE: tl.constexpr, MOST
     sums = tl.load(spans + at[:, None] + 2 + d[None, :], mask=inside, other=0.0)
     result = tl.sum(sums * weight[:, None], 0) / tl.sum(norm * weight, 0)
     tl.store(out + row * DIM + d, result.to(out.dtype.element_ty), mask=d < DIM)
-
-
-def num_spans(rows: int, kv_heads: int) -> int:
-    """A power of two; 1 where rows and heads alone keep the device busy."""
-    spans = 1
-    while spans < MAX_SPANS and 2 * spans * rows * kv_heads <= PROGRAMS:
-        spans *= 2
-    return spans
 
 
 def attend(

@@ -21,7 +21,8 @@ from torch.nn.modules import module as nn_module
 from headrace.models.attention import AttentionContext
 from headrace.models.causal_lm import CausalLM
 from headrace.rollout.native.graphs import rung
-from headrace.rollout.native.tape import Arena, NotRepeatable, Tape
+from headrace.rollout.native.recorder import NotRepeatable
+from headrace.rollout.native.tape import Arena, Tape
 
 logger = logging.getLogger(__name__)
 
