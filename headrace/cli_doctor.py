@@ -184,11 +184,15 @@ def _devices() -> Iterator[Check]:
     try:
         import torch
 
+        from headrace.kernels import build
         from headrace.models import varlen
         from headrace.rollout.native import decode_kernel
     except (ImportError, OSError, RuntimeError) as error:
         yield Check("torch import", "problem", f"{type(error).__name__}: {error}")
         return
+    slow = build.missing()
+    found = f"slow: {slow}" if slow else "compiled; attention, norms and gates in float32"
+    yield Check("cpu kernels", "missing" if slow else "ok", found)
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = (

@@ -137,3 +137,18 @@ def arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "def score(completion, answer):\n    return sum(c in '02468' for c in completion) / 5\n"
     )
     return folder
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own operators, as where there is no compiler."""
+    monkeypatch.setattr("headrace.models.attention.kernels_are_available", lambda: False)
+    monkeypatch.setattr("headrace.rollout.native.attention.kernels_are_available", lambda: False)
+    monkeypatch.setattr("headrace.kernels.pointwise.library", lambda: None)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def kernels(request: pytest.FixtureRequest) -> None:
+    """Both ways of computing on a CPU."""
+    if request.param == "torch":
+        request.getfixturevalue("without_kernels")

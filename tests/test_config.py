@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headrace.config import Config, violations
 from headrace.config_aliases import nearest_keys
 from headrace.config_explain import all_keys, explain, sections
-from headrace.config_load import config_to_yaml, from_mapping, load_config, parse_value
+from headrace.config_load import PATH_KEYS, config_to_yaml, from_mapping, load_config, parse_value
 from headrace.errors import ConfigError
 
 NEEDED = ["model=Qwen/x", "data=d.jsonl", "reward=r.py:score"]
@@ -338,9 +338,13 @@ def values_of(key: str) -> st.SearchStrategy[Any]:
     elif isinstance(info.kinds[0], str):
         options.append(st.sampled_from(info.kinds))
     elif info.kinds[0] is str:
+        # a path holds no NUL and no name of more than 255 bytes
+        letters = (
+            st.characters(exclude_characters="\0") if key in (*PATH_KEYS, "run.dir") else st.characters()
+        )
         options.append(
-            st.text()
-            | st.text("\x85\u2028\r\n \t:#'\"a")
+            st.text(letters, max_size=60)
+            | st.text("\x85\u2028\r\n \t:#'\"a", max_size=60)
             | st.sampled_from(["1e-5", "null", "off", "007", "1_0", "0x1", ".inf", "<<", "="])
         )
     elif info.kinds[0] is float:
@@ -367,6 +371,14 @@ def test_yaml_round_trip(data: st.DataObject) -> None:
     for section, values in raw.items():
         for bare, value in values.items():
             assert getattr(getattr(config, section), bare) == value
+
+
+@pytest.mark.parametrize("key", [*PATH_KEYS, "run.dir"])
+@pytest.mark.parametrize("value", ["a\0b", "x" * 256, "y/" * 1501])
+def test_what_can_be_no_path_is_refused_by_name(key: str, value: str) -> None:
+    section, bare = key.split(".")
+    with pytest.raises(ConfigError, match=rf"{key}: .*too long or odd"):
+        from_mapping({section: {bare: value}})
 
 
 def test_resolved_file_loads_again(tmp_path: Path) -> None:

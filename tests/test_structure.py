@@ -27,7 +27,7 @@ LEVELS = {
     "cluster": 4, "roles": 4,
     "training": 3, "rollout": 3, "reshard": 3, "rewards": 3, "checkpoint": 3, "agents": 3,
     "models": 2, "data": 2, "algorithms": 2,
-    "stages": 1,
+    "stages": 1, "kernels": 1,
     "observe": 0, "config": 0, "errors": 0,
 }  # fmt: skip
 

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headrace.errors import ConfigError, HeadraceError
+from headrace.kernels.attention import CompiledAttention, takes
+from headrace.kernels.attention import is_available as kernels_are_available
 from headrace.models.varlen import KERNEL_DTYPES, VarlenAttention
 from headrace.models.varlen import is_available as varlen_is_available
 
@@ -57,10 +59,11 @@ class PackedAttention:
     Sequences are gathered into buckets of like length and each bucket runs one causal SDPA call: a shorter
     sequence's tail is only ever *after* its own tokens, so causality alone keeps it out and no mask is needed.
     `waste` bounds the share of a bucket's slots that hold no token. On CUDA, half precision takes one
-    variable-length kernel instead (models/varlen.py).
+    variable-length kernel instead (models/varlen.py); on a CPU, float32 takes compiled kernels where there are any
+    (kernels/attention.py).
 
-    `expand` [sum(lengths)] (CPU, int64) says that sequences share tokens: token i of the sequences end to end is token
-    `expand[i]` of the pack, and every token of the pack is some sequence's (data/prefixes.py).
+    `expand` [sum(lengths)] (CPU, int64) says that sequences share beginnings: token i of the sequences end to end is
+    token `expand[i]` of the pack, and every token of the pack is some sequence's (data/prefixes.py).
     """
 
     def __init__(
@@ -79,6 +82,9 @@ class PackedAttention:
         self._varlen: VarlenAttention | None = None
         if device.type == "cuda" and varlen_is_available():
             self._varlen = VarlenAttention(lengths, device)
+        self._compiled: CompiledAttention | None = None
+        if device.type == "cpu" and kernels_are_available():
+            self._compiled = CompiledAttention(lengths, self._expand, self._first)
         self._lengths, self._device, self._waste = lengths, device, waste
         self._masks: dict[tuple[int, int], Tensor] = {}
         self._buckets: list[tuple[Tensor, int, int]] | None = None  # token index [B * L], B, L
@@ -111,6 +117,8 @@ class PackedAttention:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
+        if self._compiled is not None and takes(query, key, value):
+            return self._compiled.attend(query, key, value, scale=scale, window=window)
         if self._varlen is not None and query.dtype in KERNEL_DTYPES:
             if self._expand is None or self._first is None:
                 return self._varlen.attend(query, key, value, scale=scale, window=window)

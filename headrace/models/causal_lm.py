@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from headrace.errors import ConfigError, RunError
 from headrace.models.attention import AttentionContext, CountedAttention
+from headrace.models.gates import use_fast_gates
 from headrace.models.lora import Adapters
 from headrace.models.norm import use_fast_norms
 from headrace.models.sequence_parallel import PackSlice
@@ -60,6 +61,7 @@ class Backbone(nn.Module):
         self.chunks = (hf.base_model,)
         self.text_config = hf.config.get_text_config()
         use_fast_norms(hf)
+        use_fast_gates(hf)
 
     @property
     def device(self) -> torch.device:

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
+from headrace.kernels import pointwise
+
 TOLERANCE = 1e-5  # of the largest output; float32 rounding is a tenth of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SIZES = (1e-4, 1.0, 300.0)  # at the smallest, eps decides
@@ -100,6 +102,9 @@ def _forward(self: Any, hidden: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         normed: Tensor = _RMSNorm.apply(hidden, gain, self.rms_eps)
         return normed
+    if pointwise.takes(hidden, gain):
+        one: Tensor = pointwise.rms_norm(hidden.contiguous(), gain, self.rms_eps)
+        return one
     return F.rms_norm(hidden, gain.shape, gain, self.rms_eps)
 
 
@@ -108,6 +113,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
+        if pointwise.takes(x, gain):
+            y, r = pointwise.normed(x, gain, eps)
+            ctx.save_for_backward(x, gain, r)
+            return y
         size = x.shape[-1]
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
         ctx.save_for_backward(x, gain, r)
@@ -118,6 +127,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """d/dx = r * gain * g - x * r^3 / D * sum(gain * g * x);  d/dgain = sum over tokens of g * x * r."""
         x, gain, r = ctx.saved_tensors
+        if pointwise.takes(x, gain, grad) and ctx.needs_input_grad[0]:
+            return *pointwise.norm_gradients(x, gain, r, grad, of_gain=ctx.needs_input_grad[1]), None
         size = x.shape[-1]
         product = (x * grad).reshape(-1, size)  # in x's layout: a head's gradient comes transposed
         grad_gain = (r.reshape(1, -1) @ product)[0] if ctx.needs_input_grad[1] else None

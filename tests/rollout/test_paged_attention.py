@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.rollout.native.attention import (
@@ -32,6 +32,7 @@ def by_hand(
     return out
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "dtype,atol", [(torch.float32, 2e-6), (torch.float64, 1e-12), (torch.bfloat16, 2e-2)]
 )
@@ -91,6 +92,7 @@ def test_prefill_then_mixed_then_decode(
         check(out[i], r, at[i])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype,atol", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 def test_layers_may_differ_in_heads_and_windows_and_repeat(dtype: torch.dtype, atol: float) -> None:
     """One context for a whole step: what it keeps for one layer must not reach another."""
@@ -145,7 +147,8 @@ def test_parts_hold_every_sequence_once_and_waste_little(widths: list[int], wast
         assert places - sum(own) <= max(free, waste * places)
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("kernels")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), st.sampled_from([None, 1, 3, 6]))
 def test_sequences_of_unlike_lengths_in_any_order(data: st.DataObject, window: int | None) -> None:
     """Three layers of one step over any table, whose spare entries are blocks of others, and any finite rubbish."""

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.kernels.attention import CompiledDecode, takes
+from headrace.kernels.attention import is_available as kernels_are_available
 from headrace.models.attention import AttentionContext, PackedAttention
 from headrace.rollout.native.decode import DecodePart, GatheredDecode, SparseDecode, cut_by_width, index_dtype
 from headrace.rollout.native.kv_cache import PagedKVCache
@@ -59,10 +61,16 @@ class PagedDecodeAttention:
         own = table[np.arange(len(table)), block] * cache.block_size + inside
         self._slots = torch.from_numpy(own).to(device)
         self._parts: dict[tuple[int | None, int, int], list[tuple[slice, DecodePart]]] = {}
+        self._compiled: CompiledDecode | None = None
+        if device.type == "cpu" and kernels_are_available():
+            self._compiled = CompiledDecode(table, lengths, cache.block_size)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
+        if self._compiled is not None and takes(query, key, value):
+            pools = self._cache.pools_for(layer, key, value)
+            return self._compiled.attend(query, key, value, pools, scale=scale, window=window)
         self._cache.write(layer, self._slots, key, value)
         if window is not None and self._longest <= window:
             window = None  # every token still lies inside: both kinds of layer share their parts

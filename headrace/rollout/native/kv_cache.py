@@ -94,12 +94,14 @@ class PagedKVCache:
 
     def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
         """Stores key and value [T, K, D] in `slots` [T] (int64)."""
-        tokens = self._tokens[layer]
-        if tokens is None:
-            tokens = self._add(layer, self._pool(key), self._pool(value))
-        keys, values = tokens
+        keys, values = self.pools_for(layer, key, value)
         keys.index_copy_(0, slots, key)
         values.index_copy_(0, slots, value)
+
+    def pools_for(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """`tokens`, made if the layer was never written; key and value [T, K, D] are like those that will be."""
+        tokens = self._tokens[layer]
+        return self._add(layer, self._pool(key), self._pool(value)) if tokens is None else tokens
 
     @property
     def spare_block(self) -> int:

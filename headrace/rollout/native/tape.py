@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.kernels.pointwise import bound
 from headrace.models.attention import AttentionContext
 from headrace.rollout.native.recorder import NoReading, NotRepeatable, Open, Place, Recorder, filler, kind_of
 
@@ -182,6 +183,9 @@ def _bind(function: Any, args: Any, kwargs: dict[str, Any], outputs: list[Tensor
         method = getattr(args[0], name, None) if name.endswith("_") and args else None
         return partial(function, *args, **kwargs) if method is None else partial(method, *args[1:], **kwargs)
     if len(outputs) == 1:
+        kernel = bound(function, args, outputs[0])
+        if kernel is not None:
+            return kernel
         if function._schema.name in COPIES:
             return partial(outputs[0].copy_, args[0])
         public = getattr(torch, name, None)

@@ -1,0 +1,116 @@
+"""Compiling the kernels: once, into a folder of our own, and never at the cost of a run."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.kernels import build
+
+USE = """
+import logging, sys
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import torch
+from headrace.models.attention import PackedAttention
+q = torch.randn(5, 2, 4)
+out = PackedAttention([5], "cpu").attend(0, q, q, q, scale=1.0, window=None)
+want = torch.nn.functional.scaled_dot_product_attention(*[q.transpose(0, 1)] * 3, is_causal=True, scale=1.0)
+torch.testing.assert_close(out, want.transpose(0, 1))
+from headrace.kernels.build import missing
+print("missing:", missing())
+"""
+
+
+def run(tmp_path: Path, **environment: str) -> str:
+    """What a process says that computes attention; it must succeed."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path), **environment}
+    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def built(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "headrace").glob("*"))
+
+
+def needs_kernels() -> None:
+    if build.missing() is not None:
+        pytest.skip(f"no kernels: {build.missing()}")
+
+
+def test_compiled_once_into_a_folder_of_our_own(tmp_path: Path) -> None:
+    needs_kernels()
+    first = run(tmp_path)
+    assert "compiling kernels" in first
+    assert "missing: None" in first
+    (file,) = built(tmp_path)
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    before = file.stat().st_mtime_ns
+    assert "compiling" not in run(tmp_path)
+    assert file.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"HEADRACE_CPU_KERNELS": "off"}, "HEADRACE_CPU_KERNELS=off"),
+        ({"CC": "/nowhere/cc"}, "/nowhere/cc"),
+        ({"CC": "/bin/false"}, "/bin/false ended with 1"),
+        ({"CC": "", "PATH": ""}, "no C compiler"),
+    ],
+)
+def test_without_a_compiler_torch_computes(tmp_path: Path, environment: dict[str, str], reason: str) -> None:
+    said = run(tmp_path, **environment)
+    assert f"missing: {reason}" in said
+    assert built(tmp_path) == []
+
+
+def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    fake = tmp_path / "cc"
+    fake.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho "no such instruction" >&2\nexit 3\n'
+    )
+    fake.chmod(0o755)
+    said = run(tmp_path, CC=str(fake))
+    assert "ended with 3: no such instruction" in said
+    assert built(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
+    fake = tmp_path / "cc"
+    fake.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo junk > "$2"; shift; done\n')
+    fake.chmod(0o755)
+    assert "cannot be loaded" in run(tmp_path, CC=str(fake))
+
+
+@pytest.mark.parametrize("kind", ["open to others", "a link", "a file"])
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, kind: str) -> None:
+    needs_kernels()
+    folder = tmp_path / "cache" / "headrace"
+    folder.parent.mkdir()
+    if kind == "open to others":
+        folder.mkdir()
+        folder.chmod(0o777)
+    elif kind == "a link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    else:
+        folder.write_text("")
+    said = run(tmp_path)
+    assert "missing: None" in said
+    assert not folder.is_dir() or not list(folder.iterdir())
+    assert not list(tmp_path.glob("headrace-kernels-*"))  # the temporary folder has gone
+
+
+def test_another_processor_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    needs_kernels()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.load()
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    build.load()
+    assert len(built(tmp_path)) == 2
