@@ -110,3 +110,24 @@ int headrace_gated_backward(
   }
   return 0;
 }
+
+// out = x cos + (-x2, x1) sin for the halves x1 and x2 of x [rows, heads, dim], cos and sin [rows, dim] (Su et al. 2021,
+// RoFormer, equation 34, in the order of halves). Strides are those of rows, then of heads.
+int headrace_rotate(
+    int64_t rows, int64_t heads, int64_t dim, int64_t x_row, int64_t x_head, int64_t cos_row, int64_t sin_row,
+    int64_t out_row, int64_t out_head, const float *x, const float *cos, const float *sin, float *out,
+    int64_t threads) {
+  int64_t half = dim / 2;
+#pragma omp parallel for num_threads(threads) schedule(static) if (rows * heads * dim > SMALL)
+  for (int64_t row = 0; row < rows; row++)
+    for (int64_t head = 0; head < heads; head++) {
+      const float *a = x + row * x_row + head * x_head, *b = a + half, *c = cos + row * cos_row;
+      const float *s = sin + row * sin_row;
+      float *to = out + row * out_row + head * out_head;
+      for (int64_t d = 0; d < half; d++) {
+        to[d] = a[d] * c[d] - b[d] * s[d];
+        to[d + half] = b[d] * c[d + half] + a[d] * s[d + half];
+      }
+    }
+  return 0;
+}

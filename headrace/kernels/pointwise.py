@@ -22,6 +22,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "headrace_rms_norm_backward": (*([_INTEGER] * 2), *([_POINTER] * 6), _INTEGER),
     "headrace_gated": (_INTEGER, *([_POINTER] * 3), _INTEGER),
     "headrace_gated_backward": (_INTEGER, *([_POINTER] * 5), _INTEGER),
+    "headrace_rotate": (*([_INTEGER] * 9), *([_POINTER] * 4), _INTEGER),
 }
 
 
@@ -85,6 +86,18 @@ def gate_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tens
     return d_gate, d_up
 
 
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> Callable[[], None]:
+    _, heads, rows, dim = x.shape
+    strides = (x.stride(2), x.stride(1), cos.stride(2), sin.stride(2), out.stride(2), out.stride(1))
+    return _bind("headrace_rotate", (rows, heads, dim, *strides), x, cos, sin, out)
+
+
+def _new_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    _rotated(x, cos, sin, out)()
+    return out
+
+
 def _new_normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape)
     _normed(x.contiguous(), gain.contiguous(), eps, y)()
@@ -102,15 +115,18 @@ _operators.define("rms_norm(Tensor x, Tensor gain, float eps) -> Tensor")
 _operators.impl("rms_norm", _new_normed, "CPU")
 _operators.define("gated(Tensor gate, Tensor up) -> Tensor")
 _operators.impl("gated", _new_gated, "CPU")
+# x [1, heads, rows, D], cos and sin [1, 1, rows, D]; the numbers of a row and head lie side by side
+_operators.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+_operators.impl("rotate", _new_rotated, "CPU")
 
 rms_norm = torch.ops.headrace.rms_norm.default  # without gradients
 gated = torch.ops.headrace.gated.default
-_BOUND: dict[Any, Callable[..., Callable[[], None]]] = {rms_norm: _normed, gated: _gated}
+rotate = torch.ops.headrace.rotate.default
+_BOUND: dict[Any, Callable[..., Callable[[], None]]] = {rms_norm: _normed, gated: _gated, rotate: _rotated}
 
 
 def bound(operator: Any, arguments: tuple[Any, ...], output: Tensor) -> Callable[[], None] | None:
     """A call of one of this file's operators that writes into `output`; None for others and what is not contiguous."""
     bind = _BOUND.get(operator)
-    if bind is None or not all(x.is_contiguous() for x in (*arguments, output) if isinstance(x, Tensor)):
-        return None
-    return bind(*arguments, output)
+    flat = operator is rotate or all(x.is_contiguous() for x in (*arguments, output) if isinstance(x, Tensor))
+    return bind(*arguments, output) if bind is not None and flat else None

@@ -102,7 +102,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Call | Open] = []
+        self.steps: list[Call | Open | None] = []  # None: what another step does too
         self.storages: list[Storage] = []
         self._numbers: dict[int, int] = {}
         self._alive: list[StorageWeakRef] = []  # so that no address is given twice; the memory itself may go

@@ -19,6 +19,7 @@ from torch import Tensor
 from headrace.kernels.pointwise import bound
 from headrace.models.attention import AttentionContext
 from headrace.rollout.native.recorder import NoReading, NotRepeatable, Open, Place, Recorder, filler, kind_of
+from headrace.rollout.native.rotary import fuse_rotations
 
 ALIGNMENT = 64  # bytes, that of torch's own allocations: products may round in another way at other addresses
 PLACEMENT = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}  # an output has them
@@ -76,6 +77,7 @@ class Tape:
         result = recorder.place(first)
         if result is None:
             raise NotRepeatable("the forward pass computes nothing")
+        fuse_rotations(recorder)
         offsets, nbytes = plan([(s.nbytes, s.first, s.last) for s in recorder.storages])
         memory = arena.take(nbytes)
         made: dict[Place, Tensor] = {}
@@ -99,7 +101,7 @@ class Tape:
                 attend = _OpenAttend(step, real(step.tensors), real(step.output))
                 attend(_Filling(), step.output.size[0])
                 self._pieces += [(calls, attend), ([], None)]
-            else:
+            elif step is not None:
                 kwargs = {key: real(x) for key, x in step.kwargs.items()}
                 outputs = [real(x) for x in step.outputs]
                 call = _bind(step.function, real(step.args), kwargs, outputs)
