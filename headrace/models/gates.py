@@ -29,7 +29,8 @@ def use_fast_gates(model: nn.Module) -> None:
         if kind not in known:
             known[kind] = _recognise(type(module), own["act_fn"])
         if known[kind]:
-            # a bound method, so that a deep copy of the module gets its own
+            # in the dictionary, where it is no second child; a deep copy gets its own of both
+            vars(module)["known_activation"] = own["act_fn"]
             module.forward = MethodType(_forward, module)
 
 
@@ -54,6 +55,9 @@ def _recognise(kind: type[nn.Module], activation: nn.Module) -> bool:
 
 
 def _forward(self: Any, hidden: Tensor) -> Tensor:
+    if self.act_fn is not self.known_activation:
+        own: Tensor = type(self).forward(self, hidden)
+        return own
     gate, up = self.gate_proj(hidden), self.up_proj(hidden)
     out: Tensor = self.down_proj(_gated(gate, up))
     return out

@@ -90,6 +90,17 @@ def test_other_dtypes_and_copies() -> None:
     torch.testing.assert_close(half(x.bfloat16()), expected, atol=0, rtol=0)
 
 
+def test_another_activation_is_used() -> None:
+    for module in (Gated(), copy.deepcopy(Gated())):
+        use_fast_gates(module)
+        twin = copy.deepcopy(module)
+        twin.act_fn = nn.GELU()
+        x = torch.randn(2, 6)
+        torch.testing.assert_close(twin(x), Gated.forward(twin, x), atol=0, rtol=0)
+        assert not torch.allclose(twin(x), module(x))
+        assert [name for name, _ in twin.named_children()] == ["gate_proj", "up_proj", "down_proj", "act_fn"]
+
+
 @pytest.mark.parametrize(("name", "fast"), [("llama", 3), ("qwen3", 3), ("gemma3", 0), ("gpt2", 0)])
 def test_which_architectures(tiny: Callable[[str], CausalLM], name: str, fast: int) -> None:
     modules: list[Any] = [m for m in tiny(name).hf.modules() if is_fast(m) and hasattr(m, "gate_proj")]
