@@ -3,6 +3,7 @@
     pip install trl                                     # 1.16, only for this benchmark
     python benchmarks/grpo_step_cpu.py                  # both limits, both sides; five minutes on two cores
     python benchmarks/grpo_step_cpu.py --only headrace  # without TRL, which then need not be installed
+    python benchmarks/grpo_step_cpu.py --processes 2    # each side as two processes of one thread (needs ray)
 
 A random Qwen3 of 0.8M parameters whose vocabulary of 64 holds one end token: every token ends the response with a
 chance of about 1/64, so lengths are those of real sampling, a few long and most short. 32 prompts x 8 samples, float32,
@@ -59,13 +60,16 @@ def score(completions: list[str]) -> list[float]:
     return [text.count("w7") / (1 + text.count(" ")) for text in completions]
 
 
-def headrace_side(folder: Path, limit: int, steps: int) -> list[dict[str, float]]:
+def headrace_side(folder: Path, limit: int, steps: int, processes: int) -> list[dict[str, float]]:
     from headrace import RLTrainer
+
+    layout = {"device": "cpu", "groups": {"all": processes}, "roles": {"actor": {"gpu_group": "all"}}}
 
     with tempfile.TemporaryDirectory() as runs:
         RLTrainer(
             actor=str(folder),
             reward_fn=score,
+            cluster=None if processes == 1 else layout,
             config={
                 "run": {"dir": runs, "name": "bench", "device": "cpu", "progress": "off", "tensorboard": False,
                         "save_final": False},
@@ -88,7 +92,7 @@ def headrace_side(folder: Path, limit: int, steps: int) -> list[dict[str, float]
     ]
 
 
-def trl_side(folder: Path, limit: int, steps: int) -> list[dict[str, float]]:
+def trl_side(folder: Path, limit: int, steps: int, processes: int) -> list[dict[str, float]]:
     import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -124,8 +128,9 @@ def trl_side(folder: Path, limit: int, steps: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as outputs:
         config = GRPOConfig(
             output_dir=outputs, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * SAMPLES, num_generations=SAMPLES, max_completion_length=limit,
-            max_steps=steps, learning_rate=1e-6, beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0, top_k=0,
+            per_device_train_batch_size=PROMPTS * SAMPLES // processes, num_generations=SAMPLES,
+            max_completion_length=limit, max_steps=steps, learning_rate=1e-6,
+            beta=0.0, num_iterations=1, temperature=1.0, top_p=1.0, top_k=0,
             report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, disable_dropout=True,
         )  # fmt: skip
         data = load_dataset(
@@ -145,15 +150,25 @@ def trl_side(folder: Path, limit: int, steps: int) -> list[dict[str, float]]:
 SIDES = {"headrace": headrace_side, "trl": trl_side}
 
 
-def run_side(side: str, folder: Path, limit: int, steps: int) -> list[dict[str, float]]:
-    """In a process of its own, so that neither side's threads or caches touch the other."""
-    command = [
-        sys.executable, __file__, "--side", side, "--folder", str(folder), "--limit", str(limit), "--steps", str(steps)
+def run_side(side: str, folder: Path, limit: int, steps: int, processes: int) -> list[dict[str, float]]:
+    """In a process of its own, or several, so that neither side's threads or caches touch the other."""
+    script = [
+        __file__, "--side", side, "--folder", str(folder), "--limit", str(limit), "--steps", str(steps),
+        "--processes", str(processes),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = dict(os.environ)
+    launcher: list[str] = []
+    if processes > 1:
+        environment["OMP_NUM_THREADS"] = "1"
+    if processes > 1 and side == "trl":  # headrace starts its own
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *launcher, *script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode != 0:
         raise SystemExit(f"the {side} side failed:\n{done.stderr[-4000:]}")
-    measured: list[dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    # the first process's: each waits for the others in every step
+    found = [line for line in done.stdout.splitlines() if line.startswith('[{"step_s"')]
+    measured: list[dict[str, float]] = json.loads(found[0])
     return measured[WARM_STEPS:]
 
 
@@ -164,13 +179,14 @@ def main() -> None:
     parser.add_argument("--limits", type=int, nargs="+", default=[64, 256], help="max_new_tokens")
     parser.add_argument("--steps", type=int, default=6, help="per round, the first two not counted")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="of each side; 1: torch's threads instead")
     parser.add_argument("--only", choices=sorted(SIDES), help="one side alone; no ratio then")
     parser.add_argument("--side", choices=sorted(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     parser.add_argument("--limit", type=int, help=argparse.SUPPRESS)
     a = parser.parse_args()
     if a.side:
-        print(json.dumps(SIDES[a.side](Path(a.folder), a.limit, a.steps)))
+        print(json.dumps(SIDES[a.side](Path(a.folder), a.limit, a.steps, a.processes)))
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
@@ -181,7 +197,7 @@ def main() -> None:
             steps: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
             for _ in range(a.rounds):
                 for side in sides:
-                    steps[side] += run_side(side, folder, limit, a.steps)
+                    steps[side] += run_side(side, folder, limit, a.steps, a.processes)
             of_limit: dict[str, Any] = {
                 side: {key: statistics.median(s[key] for s in measured) for key in measured[0]}
                 for side, measured in steps.items()
@@ -206,7 +222,8 @@ def main() -> None:
         "machine": {"platform": platform.platform(), "cpus": os.cpu_count(),
                     "torch_threads": torch.get_num_threads(), "load_average": os.getloadavg()[0]},
         "versions": versions,
-        "workload": {"parameters": "0.8M", "prompts": PROMPTS, "samples_per_prompt": SAMPLES, "prompt_tokens": 16},
+        "workload": {"parameters": "0.8M", "prompts": PROMPTS, "samples_per_prompt": SAMPLES, "prompt_tokens": 16,
+                     "processes": a.processes},
         "results": results,
     }  # fmt: skip
     print(json.dumps(report, indent=2))
