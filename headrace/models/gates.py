@@ -59,11 +59,12 @@ def _forward(self: Any, hidden: Tensor) -> Tensor:
         own: Tensor = type(self).forward(self, hidden)
         return own
     gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-    out: Tensor = self.down_proj(_gated(gate, up))
+    out: Tensor = self.down_proj(gated(gate, up))
     return out
 
 
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of equal shapes."""
     if not pointwise.takes(gate, up):
         return F.silu(gate) * up
     out: Tensor
