@@ -201,7 +201,9 @@ def _devices() -> Iterator[Check]:
             else "torch is a build for CPUs"
         )
         yield Check("gpu", "missing", f"none: {why}; runs use the CPU in float32")
-        yield Check("attention", "ok", "SDPA by sequence")
+        yield Check(
+            "attention", "ok", "SDPA by sequence" if slow else "compiled kernels in float32, SDPA else"
+        )
         return
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)

@@ -100,6 +100,17 @@ def test_a_self_test_that_fails_is_a_problem(
     assert (code, checks["self-test"]["text"]) == (1, "RuntimeError: no kernel image")
 
 
+@pytest.mark.parametrize("lacking", [None, "no C compiler (apt install gcc)"])
+def test_the_kernels_for_cpus(
+    lacking: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headrace.kernels.build.missing", lambda: lacking)
+    code, checks = doctor(capsys, "--quick", "--dir", str(tmp_path))
+    assert code == 0
+    assert checks["cpu kernels"]["status"] == ("missing" if lacking else "ok")
+    assert (lacking or "compiled") in checks["cpu kernels"]["text"]
+
+
 def test_the_cache_of_the_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
