@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  its OpenMP runtime has to be there first: the kernels use its threads
+import torch
 
 from headrace.errors import HeadraceError
 
@@ -84,7 +84,7 @@ def load() -> ctypes.CDLL:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "cc")), None)
     if compiler is None:
         raise CannotBuild("no C compiler (apt install gcc)")
-    threads = _thread_library()
+    threads = thread_library()
     source = b"".join((Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS))
     # another processor or compiler gets a file of its own: home folders are shared between machines
     facts = repr((FLAGS, compiler, _version(compiler), _processor(), str(threads))).encode()
@@ -137,16 +137,21 @@ def _temporary_folder() -> Path:
     return Path(folder)
 
 
-def _thread_library() -> Path:
+def thread_library() -> Path:
     """The OpenMP runtime that torch uses. With another the threads of both would wait for the same processors."""
     try:
         with open("/proc/self/maps", encoding="utf-8") as file:
             loaded = {Path(line.split(maxsplit=5)[-1].strip()) for line in file if "/libgomp" in line}
     except OSError as error:
         raise CannotBuild(f"{error.filename}: {error.strerror}") from error
-    if len(loaded) != 1:
-        raise CannotBuild("this torch does not use gcc's OpenMP runtime")
-    return loaded.pop()
+    # other packages bring one of their own
+    package = Path(torch.__file__).parent
+    own = {
+        p for p in loaded if p.is_relative_to(package) or p.parent == package.with_name("torch.libs")
+    } or loaded
+    if len(own) != 1:
+        raise CannotBuild(f"of torch {torch.__version__} it is not known which OpenMP runtime it uses")
+    return own.pop()
 
 
 def _compile(compiler: str, threads: Path, path: Path) -> None:

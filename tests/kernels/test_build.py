@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -105,6 +107,17 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, kind: str
     assert "missing: None" in said
     assert not folder.is_dir() or not list(folder.iterdir())
     assert not list(tmp_path.glob("headrace-kernels-*"))  # the temporary folder has gone
+
+
+def test_the_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other packages bring OpenMP runtimes of their own, which may be loaded too."""
+    needs_kernels()
+    chosen = build.thread_library()
+    copy = tmp_path / "libgomp-of-another-package.so.1"
+    shutil.copy(chosen, copy)
+    ctypes.CDLL(str(copy))
+    assert str(copy) in Path("/proc/self/maps").read_text()
+    assert build.thread_library() == chosen
 
 
 def test_another_processor_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
