@@ -160,3 +160,13 @@ def test_half_precision_on_a_gpu(dtype: torch.dtype) -> None:
     own = copy.deepcopy(plus_one)
     use_fast_norms(plus_one)
     torch.testing.assert_close(plus_one(x), own(x), rtol=0, atol=0)
+
+
+def test_vectors_of_another_size_go_to_the_module_itself() -> None:
+    """They would have been read as twice as many of half the size."""
+    module = Norm(4, 1e-6)
+    use_fast_norms(module)
+    assert is_fast(module)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="must match"):
+            module(torch.randn(3, 8))
