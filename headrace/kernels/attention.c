@@ -324,7 +324,7 @@ int headrace_decode(
     if (!scores)
 #pragma omp atomic write
       failed = 1;
-#pragma omp for schedule(dynamic, 4)
+#pragma omp for schedule(dynamic, 1)
     for (int64_t row = 0; row < p->rows; row++) {
       int64_t last = p->lengths[row] - 1;
       if (!scores) continue;

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from headrace.kernels.build import function, library
+from headrace.kernels.tensors import are_plain, once, plain
 
 
 class _Tensor(ctypes.Structure):
@@ -80,10 +80,7 @@ def is_available() -> bool:
 def takes(*tensors: Tensor) -> bool:
     """Whether they are plain float32 tensors [T, heads, D] on the CPU, all with the same D."""
     dim = tensors[0].shape[-1]
-    return all(
-        type(x) is Tensor and x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[-1] == dim
-        for x in tensors
-    )
+    return are_plain(*tensors) and all(x.shape[-1] == dim for x in tensors)
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -100,10 +97,11 @@ def _address(x: NDArray[np.int64] | None) -> int | None:
 
 def _check_shapes(tokens: int, query: Tensor, key: Tensor, value: Tensor) -> None:
     """A kernel reads as many numbers as it is told that there are."""
-    if query.shape[0] != tokens or key.shape[0] != tokens or key.shape != value.shape:
+    fitting = key.shape == value.shape == (tokens, *key.shape[1:])
+    if not fitting or query.shape != (tokens, query.shape[1], key.shape[2]):
         given = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"attention over {tokens} tokens was given query, key and value of {given}")
-    if query.shape[1] % key.shape[1]:
+    if not key.shape[1] or query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads cannot share {key.shape[1]} key heads")
 
 
@@ -161,8 +159,8 @@ class CompiledAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value; `outputs` are those of `forward`."""
         query, key, value = map(_side_by_side, inputs)
-        out, logs = outputs
-        grad, d_query = _side_by_side(grad), query.new_empty(query.shape)
+        out, logs = (x.contiguous() for x in outputs)
+        grad, d_query = _side_by_side(plain(grad)), query.new_empty(query.shape)
         d_key, d_value = (x.new_empty(self._places, *x.shape[1:]) for x in (key, value))
         _call(
             "headrace_attend_backward",
@@ -224,7 +222,7 @@ class _Attend(torch.autograd.Function):
         return outputs[0]
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *outputs = ctx.saved_tensors
         grads = ctx.pack.backward((query, key, value), tuple(outputs), grad, ctx.scale, ctx.window)
@@ -240,6 +238,14 @@ class CompiledDecode:
         self._lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         self._longest = int(self._lengths.max(initial=0))
         self._block_size = block_size
+        last = table.shape[1] * block_size
+        if len(table) != len(lengths) or self._lengths.min(initial=1) < 1 or self._longest > last:
+            raise ValueError(
+                f"{len(table)} rows of blocks with {last} slots hold no sequences of {lengths.tolist()} tokens"
+            )
+        if self._table.min(initial=0) < 0:
+            raise ValueError("there is no block before block 0")
+        self._slots = (int(self._table.max(initial=-1)) + 1) * block_size
         self._last: _Step | None = None
 
     def attend(
@@ -260,6 +266,13 @@ class CompiledDecode:
         query, key, value = map(_side_by_side, (query, key, value))
         out = query.new_empty(query.shape)
         keys, values = pools
+        for pool in pools:
+            if len(pool) < self._slots or pool.shape[1:] != key.shape[1:] or not pool.is_contiguous():
+                raise ValueError(
+                    f"no pool of {self._slots} tokens {tuple(key.shape[1:])}: {tuple(pool.shape)}"
+                )
+            if pool.dtype != torch.float32:
+                raise ValueError(f"keys and values in float32 cannot be written into a cache in {pool.dtype}")
         _call(
             "headrace_decode",
             self._step(query.shape[1], key.shape[1], query.shape[2]),

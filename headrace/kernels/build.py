@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -35,6 +36,7 @@ FLAGS = (
     "-fPIC",
 )  # fmt: skip
 LONGEST_BUILD_S = 300
+DIGEST = hashlib.sha256().digest_size  # bytes at a file's end, which tell that it is whole
 
 
 class CannotBuild(Exception):
@@ -44,12 +46,17 @@ class CannotBuild(Exception):
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None where they cannot be had."""
+    return _library_or_reason()[0]
+
+
+@cache
+def _library_or_reason() -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        return load()
+        return load(), None
     except CannotBuild as reason:
         level = logging.DEBUG if os.environ.get(SWITCH) == "off" else logging.INFO
         logger.log(level, "the CPU computes without compiled kernels, about a third slower: %s", reason)
-        return None
+        return None, str(reason)
 
 
 @cache
@@ -63,16 +70,9 @@ def function(name: str, arguments: tuple[Any, ...]) -> Any:
     return kernel
 
 
-@cache
 def missing() -> str | None:
     """Why there are no kernels here; None where there are. Builds them, which takes a second or two, once."""
-    if library() is not None:
-        return None
-    try:
-        load()
-    except CannotBuild as reason:
-        return str(reason)
-    return None
+    return _library_or_reason()[1]
 
 
 def load() -> ctypes.CDLL:
@@ -81,16 +81,16 @@ def load() -> ctypes.CDLL:
         raise CannotBuild(f"{SWITCH}=off")
     if sys.platform != "linux" or sys.maxsize < 1 << 32:
         raise CannotBuild("they are for 64-bit Linux")
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("gcc", "cc")), None)
-    if compiler is None:
-        raise CannotBuild("no C compiler (apt install gcc)")
+    compiler = _compiler()
     threads = thread_library()
     source = b"".join((Path(__file__).parent / name).read_bytes() for name in (*SOURCES, *HEADERS))
     # another processor or compiler gets a file of its own: home folders are shared between machines
     facts = repr((FLAGS, compiler, _version(compiler), _processor(), str(threads))).encode()
     name = f"kernels-{hashlib.sha256(facts + source).hexdigest()[:32]}.so"
     path = _private_folder() / name
-    if not path.exists():
+    if not _is_whole(path):
+        if not os.access(path.parent, os.W_OK):
+            path = _temporary_folder() / name
         logger.info("compiling kernels for this machine's CPU into %s", path)
         _compile(compiler, threads, path)
     try:
@@ -99,8 +99,29 @@ def load() -> ctypes.CDLL:
         raise CannotBuild(f"{path} cannot be loaded: {error}") from error
 
 
-def _version(compiler: str) -> str:
-    return _output([compiler, "--version"], 20)
+def _compiler() -> list[str]:
+    """The command of the C compiler: $CC, with its arguments, or what there is."""
+    given = os.environ.get("CC", "")
+    try:
+        command = shlex.split(given) or list(filter(shutil.which, ("gcc", "cc")))[:1]
+    except ValueError as error:
+        raise CannotBuild(f"CC={given}: {error}") from error
+    if not command:
+        raise CannotBuild("no C compiler (apt install gcc)")
+    return command
+
+
+def _version(compiler: list[str]) -> str:
+    return _output([*compiler, "--version"], 20)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether `_compile` wrote this file to its end: using one that was cut off would end the process."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
 
 
 def _processor() -> str:
@@ -117,9 +138,9 @@ def _processor() -> str:
 
 def _private_folder() -> Path:
     """Where compiled files are kept; a new temporary folder where that is not ours alone."""
-    base = os.environ.get("XDG_CACHE_HOME")
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # by its definition without effect if not absolute
     try:
-        folder = (Path(base) if base else Path.home() / ".cache") / "headrace"
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "headrace"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.lstat()
         others = stat.S_IWGRP | stat.S_IWOTH
@@ -154,18 +175,24 @@ def thread_library() -> Path:
     return own.pop()
 
 
-def _compile(compiler: str, threads: Path, path: Path) -> None:
+def _compile(compiler: list[str], threads: Path, path: Path) -> None:
     """Under another name first: workers that start together may all compile, and the last one wins."""
     try:
         with tempfile.TemporaryDirectory(prefix="new-", dir=path.parent) as folder:
             sources = [str(Path(__file__).parent / name) for name in SOURCES]
-            _output([compiler, *FLAGS, "-c", *sources], LONGEST_BUILD_S, folder)
+            _output([*compiler, *FLAGS, "-c", *sources], LONGEST_BUILD_S, folder)
             objects = [f"{Path(name).stem}.o" for name in SOURCES]
             # without -fopenmp, which would link the compiler's own runtime
             _output(
-                [compiler, "-shared", *objects, str(threads), "-lm", "-o", path.name], LONGEST_BUILD_S, folder
+                [*compiler, "-shared", *objects, str(threads), "-lm", "-o", path.name],
+                LONGEST_BUILD_S,
+                folder,
             )
-            os.replace(Path(folder) / path.name, path)
+            built = Path(folder) / path.name
+            digest = hashlib.sha256(built.read_bytes()).digest()
+            with built.open("ab") as file:
+                file.write(digest)  # loaders do not look there
+            os.replace(built, path)
     except OSError as error:
         raise CannotBuild(f"nothing can be built in {path.parent}: {error.strerror}") from error
 
@@ -173,7 +200,13 @@ def _compile(compiler: str, threads: Path, path: Path) -> None:
 def _output(command: list[str], timeout_s: float, folder: str | None = None) -> str:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s, cwd=folder
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=timeout_s,
+            cwd=folder,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotBuild(f"{command[0]}: {error}") from error

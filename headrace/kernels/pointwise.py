@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels.build import function, library
+from headrace.kernels.tensors import are_plain, plain
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -39,26 +40,30 @@ def _bind(name: str, numbers: tuple[int, ...], *rest: Tensor | float | None) -> 
     return checked
 
 
-PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def takes(*tensors: Tensor) -> bool:
     """Whether kernels are there and these are plain float32 tensors on the CPU."""
-    plain = all(type(x) in PLAIN and x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
-    return plain and library() is not None
+    return are_plain(*tensors) and library() is not None
+
+
+def _check(fits: bool, *tensors: Tensor) -> None:
+    """A kernel reads as many numbers as it is told that there are."""
+    if not fits or any(x.dtype != torch.float32 for x in tensors):
+        given = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
+        raise ValueError(f"a kernel for float32 was given tensors that do not fit: {given}")
 
 
 def _normed(
     x: Tensor, gain: Tensor, eps: float, y: Tensor, factors: Tensor | None = None
 ) -> Callable[[], None]:
     size = gain.numel()
+    _check(x.shape[-1:] == gain.shape, x, gain, y)
     return _bind("headrace_rms_norm", (x.numel() // max(size, 1), size), x, gain, eps, y, factors)
 
 
 def normed(x: Tensor, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [..., D] / sqrt(mean(x^2) + eps) * gain [D], and the factor that each row of x was multiplied with [...]."""
     x, gain = x.contiguous(), gain.contiguous()
-    y, factors = torch.empty(x.shape), torch.empty(x.shape[:-1])
+    y, factors = x.new_empty(x.shape), x.new_empty(x.shape[:-1])
     _normed(x, gain, eps, y, factors)()
     return y, factors
 
@@ -67,21 +72,22 @@ def norm_gradients(
     x: Tensor, gain: Tensor, factors: Tensor, grad: Tensor, *, of_gain: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x, and of the gain where it is wanted, from that of `normed`'s first output."""
-    x, gain, grad = x.contiguous(), gain.contiguous(), grad.contiguous()
-    size, d_x, d_gain = gain.numel(), torch.empty(x.shape), torch.empty(gain.shape) if of_gain else None
+    x, gain, factors, grad = (t.contiguous() for t in (x, gain, factors, plain(grad)))
+    size, d_x, d_gain = gain.numel(), x.new_empty(x.shape), gain.new_empty(gain.shape) if of_gain else None
     rows = x.numel() // max(size, 1)
     _bind("headrace_rms_norm_backward", (rows, size), x, gain, factors, grad, d_x, d_gain)()
     return d_x, d_gain
 
 
 def _gated(gate: Tensor, up: Tensor, out: Tensor) -> Callable[[], None]:
+    _check(gate.shape == up.shape, gate, up, out)
     return _bind("headrace_gated", (gate.numel(),), gate, up, out)
 
 
 def gate_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up from that of silu(gate) * up."""
-    gate, up, grad = gate.contiguous(), up.contiguous(), grad.contiguous()
-    d_gate, d_up = torch.empty(gate.shape), torch.empty(up.shape)
+    gate, up, grad = gate.contiguous(), up.contiguous(), plain(grad).contiguous()
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _bind("headrace_gated_backward", (gate.numel(),), gate, up, grad, d_gate, d_up)()
     return d_gate, d_up
 
@@ -99,13 +105,13 @@ def _new_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _new_normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    y = torch.empty(x.shape)
+    y = x.new_empty(x.shape)
     _normed(x.contiguous(), gain.contiguous(), eps, y)()
     return y
 
 
 def _new_gated(gate: Tensor, up: Tensor) -> Tensor:
-    out = torch.empty(gate.shape)
+    out = gate.new_empty(gate.shape)
     _gated(gate.contiguous(), up.contiguous(), out)()
     return out
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from headrace.kernels import pointwise
+from headrace.kernels.tensors import once
 
 TOLERANCE = 1e-5  # of the largest output; float32 rounding is a tenth of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -47,7 +47,9 @@ def use_fast_norms(model: nn.Module) -> None:
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """One vector of weights, nothing else, and a forward of one tensor."""
+    """One vector of weights, nothing else, and a forward of one tensor that is its class's."""
+    if "forward" in vars(module):
+        return False  # somebody else's, or this file's
     own = dict(module.named_parameters())
     if (
         own.keys() != {"weight"}
@@ -57,16 +59,20 @@ def _may_be_norm(module: nn.Module) -> bool:
         return False
     weight = own["weight"]
     plain = type(weight) is nn.Parameter and weight.dim() == 1 and weight.dtype in DTYPES
-    return plain and not weight.is_meta and len(inspect.signature(type(module).forward).parameters) == 2
+    return plain and len(inspect.signature(type(module).forward).parameters) == 2
 
 
 @torch.no_grad()
 def _recognise(module: nn.Module) -> tuple[float, float] | None:
     """(eps, what is added to the weight to get the gain), or None for a module that computes something else."""
-    size, device = len(module.get_parameter("weight")), module.get_parameter("weight").device
+    own = module.get_parameter("weight")
+    size, device = (
+        len(own),
+        torch.device("cpu") if own.is_meta else own.device,
+    )  # without weights as with them
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(size, generator=generator)
-    inputs = [scale * torch.randn(2, 3, size, generator=generator) for scale in SIZES]
+    weight = torch.randn(size, generator=generator, device="cpu")
+    inputs = [scale * torch.randn(2, 3, size, generator=generator, device="cpu") for scale in SIZES]
     try:
         shown = [
             functional_call(module, {"weight": weight.to(device)}, (x.to(device),), strict=True)
@@ -92,6 +98,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
 def _forward(self: Any, hidden: Tensor) -> Tensor:
     weight = self.weight
     plain = type(hidden) is Tensor and type(weight) is nn.Parameter and hidden.dtype == weight.dtype
+    plain = plain and hidden.shape[-1:] == weight.shape
     if plain and hidden.is_cuda and hidden.dtype != torch.float32 and not self.rms_offset:
         # torch's kernel; it rounds once, at the end, where a module may round before its gain too
         return F.rms_norm(hidden, weight.shape, weight, self.rms_eps)
@@ -123,13 +130,13 @@ class _RMSNorm(torch.autograd.Function):
         return (x * r).mul_(gain)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """d/dx = r * gain * g - x * r^3 / D * sum(gain * g * x);  d/dgain = sum over tokens of g * x * r."""
         x, gain, r = ctx.saved_tensors
-        if pointwise.takes(x, gain, grad) and ctx.needs_input_grad[0]:
+        if pointwise.takes(x, gain) and ctx.needs_input_grad[0]:
             return *pointwise.norm_gradients(x, gain, r, grad, of_gain=ctx.needs_input_grad[1]), None
-        size = x.shape[-1]
+        size, r = x.shape[-1], r.view(*x.shape[:-1], 1)
         product = (x * grad).reshape(-1, size)  # in x's layout: a head's gradient comes transposed
         grad_gain = (r.reshape(1, -1) @ product)[0] if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:

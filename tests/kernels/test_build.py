@@ -64,6 +64,7 @@ def test_compiled_once_into_a_folder_of_our_own(tmp_path: Path) -> None:
         ({"CC": "/nowhere/cc"}, "/nowhere/cc"),
         ({"CC": "/bin/false"}, "/bin/false ended with 1"),
         ({"CC": "", "PATH": ""}, "no C compiler"),
+        ({"CC": "gcc 'x"}, "CC=gcc 'x: No closing quotation"),
     ],
 )
 def test_without_a_compiler_torch_computes(tmp_path: Path, environment: dict[str, str], reason: str) -> None:
@@ -75,11 +76,11 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, environment: dict[str
 def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
     fake = tmp_path / "cc"
     fake.write_text(
-        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\necho "no such instruction" >&2\nexit 3\n'
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\nprintf "no such instruction \\351" >&2\nexit 3\n'
     )
     fake.chmod(0o755)
     said = run(tmp_path, CC=str(fake))
-    assert "ended with 3: no such instruction" in said
+    assert "ended with 3: no such instruction \ufffd" in said
     assert built(tmp_path) == []
 
 
@@ -118,6 +119,49 @@ def test_the_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
     ctypes.CDLL(str(copy))
     assert str(copy) in Path("/proc/self/maps").read_text()
     assert build.thread_library() == chosen
+
+
+@pytest.mark.parametrize("share", [0.0, 0.99])
+def test_a_file_that_was_cut_off_is_built_again(tmp_path: Path, share: float) -> None:
+    """The loader does not see it: a page behind a file's end ends the process when it is touched."""
+    needs_kernels()
+    run(tmp_path)
+    (file,) = built(tmp_path)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(share * len(whole))])
+    assert "missing: None" in run(tmp_path)
+    assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_compiler_with_arguments(tmp_path: Path) -> None:
+    needs_kernels()
+    assert "missing: None" in run(tmp_path, CC=f"{build._compiler()[0]} -m64 -DNOTHING='a b'")
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert build._private_folder() == tmp_path / ".cache" / "headrace"
+
+
+def test_a_failing_build_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have taken minutes, and what is missing is not there the second time."""
+    tries = []
+
+    def fail() -> None:
+        tries.append(1)
+        raise build.CannotBuild("no")
+
+    monkeypatch.setattr(build, "load", fail)
+    for cached in (build.library, build._library_or_reason):
+        cached.cache_clear()
+    try:
+        assert build.library() is None
+        assert build.missing() == "no"
+        assert len(tries) == 1
+    finally:
+        for cached in (build.library, build._library_or_reason):
+            cached.cache_clear()
 
 
 def test_another_processor_gets_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

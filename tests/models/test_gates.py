@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headrace.models.causal_lm import CausalLM
 from headrace.models.gates import use_fast_gates
+from headrace.models.norm import use_fast_norms
 
 
 class Gated(nn.Module):
@@ -45,6 +46,25 @@ class Wider(Gated):
         self.extra = nn.Linear(6, 6)
 
 
+class Asking(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return Gated.forward(self, x) * getattr(self, "factor", 1)
+
+
+class Clamped(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=100)) * self.up_proj(x))
+
+
+class Swish(nn.Module):
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.beta * x)
+
+
 def is_fast(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
@@ -69,12 +89,29 @@ def test_values_and_gradients_are_those_of_float64() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [Gated(nn.GELU()), Swapped(), Scaled(), Wider(), Needing(), nn.Linear(3, 3)],
+    [Gated(nn.GELU()), Swapped(), Scaled(), Wider(), Needing(), Asking(), Clamped(), nn.Linear(3, 3)],
     ids=lambda m: type(m).__name__,
 )
 def test_other_modules_stay_as_they_are(module: nn.Module) -> None:
     use_fast_gates(module)
     assert not is_fast(module)
+
+
+def test_a_forward_that_somebody_replaced_stays() -> None:
+    module, plain = Gated(), nn.RMSNorm(6, eps=1e-6)
+    for one in (module, plain):
+        one.forward = lambda x: x + 1  # type: ignore[method-assign]
+    use_fast_gates(module)
+    use_fast_norms(plain)
+    assert torch.equal(module(torch.ones(2, 6)), torch.full((2, 6), 2.0))
+    assert torch.equal(plain(torch.ones(2, 6)), torch.full((2, 6), 2.0))
+
+
+def test_activations_with_numbers_of_their_own() -> None:
+    """One instance being a silu does not make the next one such."""
+    model = nn.ModuleList([Gated(Swish(1.0)), Gated(Swish(2.0))])
+    use_fast_gates(model)
+    assert [is_fast(m) for m in model] == [True, False]
 
 
 def test_other_dtypes_and_copies() -> None:

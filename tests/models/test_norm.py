@@ -60,6 +60,20 @@ def test_values_and_gradients_are_those_of_float64(plus_one: bool, eps: float) -
             assert (a.double() - b).abs().max() <= 3e-6 * b.abs().max()
 
 
+def test_a_module_is_known_before_it_has_weights() -> None:
+    """Models of workers are made so; they must compute as those that were loaded whole."""
+    with torch.device("meta"):
+        module, other = nn.RMSNorm(8, eps=1e-5), nn.LayerNorm(8, bias=False)
+        use_fast_norms(module)
+        use_fast_norms(other)
+    assert is_fast(module)
+    assert not is_fast(other)
+    module.to_empty(device="cpu")
+    torch.nn.init.normal_(module.weight)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(module(x), torch.nn.functional.rms_norm(x, (8,), module.weight, 1e-5))
+
+
 def test_only_what_needs_a_gradient_gets_one() -> None:
     module = Norm(8, 1e-5)
     use_fast_norms(module)
@@ -160,3 +174,13 @@ def test_half_precision_on_a_gpu(dtype: torch.dtype) -> None:
     own = copy.deepcopy(plus_one)
     use_fast_norms(plus_one)
     torch.testing.assert_close(plus_one(x), own(x), rtol=0, atol=0)
+
+
+def test_vectors_of_another_size_go_to_the_module_itself() -> None:
+    """They would have been read as twice as many of half the size."""
+    module = Norm(4, 1e-6)
+    use_fast_norms(module)
+    assert is_fast(module)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match="must match"):
+            module(torch.randn(3, 8))

@@ -1,0 +1,60 @@
+"""Which tensors kernels can read by their address, and what autograd has to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def are_plain(*tensors: Tensor) -> bool:
+    """Whether they are float32 on the CPU, with nothing else to their numbers: no subclass, sign or tangent."""
+    return all(
+        type(x) in PLAIN
+        and x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and not x.is_neg()
+        and unpack_dual(x).tangent is None
+        for x in tensors
+    )
+
+
+def plain(grad: Tensor) -> Tensor:
+    """A gradient as kernels can read it. What comes over a network may be a subclass that still waits for its numbers."""
+    if are_plain(grad):
+        return grad
+    return torch.empty(grad.shape, dtype=torch.float32, device="cpu").copy_(grad)
+
+
+class _NoSecond(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, *sources: Tensor) -> Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError("headrace's own attention, norms and gates have no second derivatives")
+
+
+def once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """For the backward of an autograd function: what it gives is not differentiated again.
+
+    torch's once_differentiable takes the result for a constant where the gradients that come in are constants.
+    """
+
+    @wraps(backward)
+    def first(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        sources = (*ctx.saved_tensors, *grads)
+        return tuple(x if x is None else _NoSecond.apply(x, *sources) for x in found)
+
+    return first
