@@ -278,10 +278,14 @@ static inline __attribute__((always_inline)) void decode_row(
   for (int64_t t = from; t < n;) {
     int64_t end = least(n, (t / size + 1) * size);
     const float *key = keys + (table[t / size] * size + t % size) * slot;
-    for (; t < end; t++, key += slot)
+    // blocks lie anywhere, so no processor knows by itself what is read next
+    const float *next = end < n ? keys + table[end / size] * size * slot : values + table[from / size] * size * slot;
+    for (; t < end; t++, key += slot, next += slot) {
+      for (int64_t d = 0; d < slot; d += 16) __builtin_prefetch(next + d);
       for (int64_t kv_head = 0, head = 0; kv_head < p->kv_heads; kv_head++)
         for (int64_t g = 0; g < group; g++, head++)
           scores[head * apart + t - from] = dot(query + head * query_stride, key + kv_head * dim, dim) * scale;
+    }
   }
   for (int64_t head = 0; head < p->heads; head++) {
     float *s = scores + head * apart, *to = out + head * out_stride;
@@ -296,7 +300,10 @@ static inline __attribute__((always_inline)) void decode_row(
       for (int64_t t = from; t < n;) {
         int64_t end = least(n, (t / size + 1) * size);
         const float *value = own + (table[t / size] * size + t % size) * slot + d;
-        for (; t < end; t++, value += slot) {
+        const float *next = own + (end < n ? table[end / size] * size * slot : 0) + d;
+        for (; t < end; t++, value += slot, next += slot) {
+          __builtin_prefetch(next);
+          if (wide) __builtin_prefetch(next + W);
           first += s[t - from] * load(value);
           if (wide) second += s[t - from] * load(value + W);
         }
