@@ -141,7 +141,8 @@ def tied(arithmetic: Path) -> Path:
     model = AutoModelForCausalLM.from_pretrained(arithmetic / "model")
     assert not model.config.tie_word_embeddings
     model.config.tie_word_embeddings = True
-    torch.manual_seed(0)  # else the weights, and how near to 0 a gradient comes, depend on the tests before
+    # else the weights depend on the tests before; with seed 0 a token's ratio lies on the edge of being clipped
+    torch.manual_seed(1)
     AutoModelForCausalLM.from_config(model.config).save_pretrained(arithmetic / "tied")
     AutoTokenizer.from_pretrained(arithmetic / "model").save_pretrained(arithmetic / "tied")
     assert "lm_head.weight" not in load_file(arithmetic / "tied" / "model.safetensors")
