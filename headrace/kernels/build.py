@@ -55,7 +55,7 @@ def _library_or_reason() -> tuple[ctypes.CDLL | None, str | None]:
         return load(), None
     except CannotBuild as reason:
         level = logging.DEBUG if os.environ.get(SWITCH) == "off" else logging.INFO
-        logger.log(level, "the CPU computes without compiled kernels, about a third slower: %s", reason)
+        logger.log(level, "the CPU computes without compiled kernels, which is slower: %s", reason)
         return None, str(reason)
 
 

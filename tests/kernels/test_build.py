@@ -45,6 +45,12 @@ def needs_kernels() -> None:
         pytest.skip(f"no kernels: {build.missing()}")
 
 
+def test_where_there_is_gcc_there_are_kernels() -> None:
+    """Else the tests of kernels that do not compile would all be left out."""
+    if sys.platform == "linux" and shutil.which("gcc") and os.environ.get(build.SWITCH) != "off":
+        assert build.missing() is None
+
+
 def test_compiled_once_into_a_folder_of_our_own(tmp_path: Path) -> None:
     needs_kernels()
     first = run(tmp_path)

@@ -13,7 +13,7 @@ from headrace.kernels import build, pointwise
 from headrace.models.causal_lm import CausalLM
 from headrace.rollout.native.recorder import Call, NoReading, Recorder
 from headrace.rollout.native.rotary import fuse_rotations
-from headrace.rollout.native.tape import Arena, Tape
+from headrace.rollout.native.tape import Arena, Leaving, Tape
 
 ROWS, HEADS, SIZE = 5, 3, 8
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"no kernels: {build.missing()}")
@@ -39,18 +39,6 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 def heads_of(rows: Tensor) -> Tensor:
     """Of a projection [rows, heads * size], heads before rows, as modules lay them out."""
     return (rows * 2).view(1, len(rows), HEADS, -1).transpose(1, 2)
-
-
-class Leaving:
-    """Attention is no part of a recording."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None
-    ) -> Tensor:
-        return self.recorder.leave_open(layer, (query, key, value), scale, window)
 
 
 def fused(compute: Callable[[Recorder], Tensor]) -> int:

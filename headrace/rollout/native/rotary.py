@@ -24,7 +24,7 @@ _OPERATORS = [
 
 def fuse_rotations(recorder: Recorder) -> None:
     """Puts the kernel in place of the last operator of each rotation, and nothing in place of the others."""
-    if not pointwise.takes():
+    if not pointwise.takes():  # there are no kernels
         return
     for at in range(len(recorder.steps) - len(_OPERATORS) + 1):
         found = _rotation(recorder, at)

@@ -71,7 +71,7 @@ class Tape:
     ) -> None:
         recorder = Recorder()
         with NoReading(recorder), recorder:
-            first = forward(_Leaving(recorder))
+            first = forward(Leaving(recorder))
         if recorder.refusal:
             raise NotRepeatable(recorder.refusal)
         result = recorder.place(first)
@@ -132,7 +132,7 @@ class Tape:
         return self._result
 
 
-class _Leaving:
+class Leaving:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
