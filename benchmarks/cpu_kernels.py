@@ -41,7 +41,7 @@ def without_kernels() -> Iterator[None]:
     with (
         mock.patch("headrace.models.attention.kernels_are_available", return_value=False),
         mock.patch("headrace.rollout.native.attention.kernels_are_available", return_value=False),
-        mock.patch("headrace.kernels.pointwise.library", return_value=None),
+        mock.patch("headrace.kernels.operators.library", return_value=None),
     ):
         yield
 

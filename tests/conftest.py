@@ -144,7 +144,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own operators, as where there is no compiler."""
     monkeypatch.setattr("headrace.models.attention.kernels_are_available", lambda: False)
     monkeypatch.setattr("headrace.rollout.native.attention.kernels_are_available", lambda: False)
-    monkeypatch.setattr("headrace.kernels.pointwise.library", lambda: None)
+    monkeypatch.setattr("headrace.kernels.operators.library", lambda: None)
 
 
 @pytest.fixture(params=["kernels", "torch"])

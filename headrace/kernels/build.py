@@ -29,8 +29,8 @@ from headrace.errors import HeadraceError
 logger = logging.getLogger(__name__)
 
 SWITCH = "HEADRACE_CPU_KERNELS"  # "off": do without
-SOURCES = ("attention.c", "pointwise.c")
-HEADERS = ("vec.h",)
+SOURCES = ("attention.c", "feed_forward.c", "pointwise.c")
+HEADERS = ("product.h", "vec.h")
 FLAGS = (
     "-std=gnu11", "-O3", "-march=native", "-fopenmp", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
     "-fPIC",

@@ -52,13 +52,6 @@ int headrace_rms_norm_backward(
   return 0;
 }
 
-// x / (1 + e^-x): the sigmoid of either sign by an exponential of what is not above 0.
-static inline vec sigmoid(vec x) {
-  ivec below = (ivec)(x < all(0.0f));
-  vec e = exponential(choose(below, x, -x)), share = 1.0f / (1.0f + e);
-  return choose(below, e * share, share);
-}
-
 static inline vec first_of(const float *x, int64_t count) {  // zeros behind them
   float some[W] = {0};
   memcpy(some, x, count * sizeof(float));

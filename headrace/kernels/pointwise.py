@@ -1,62 +1,38 @@
 """Root mean square normalisation and gated units in float32 on a CPU, by the kernels of pointwise.c.
 
-Each is an operator of torch's too, so that a recording of a forward pass notes it as one; `bound` calls it again at the
-same addresses. Shapes: any, with D the size normalised over.
+Shapes: any, with D the size normalised over.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headrace.kernels.build import function, library
-from headrace.kernels.tensors import are_plain, plain
+from headrace.kernels.operators import INTEGER, POINTER, bind, check, define
+from headrace.kernels.tensors import plain
 
-_POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "headrace_rms_norm": (*([_INTEGER] * 2), *([_POINTER] * 2), ctypes.c_double, *([_POINTER] * 2), _INTEGER),
-    "headrace_rms_norm_backward": (*([_INTEGER] * 2), *([_POINTER] * 6), _INTEGER),
-    "headrace_gated": (_INTEGER, *([_POINTER] * 3), _INTEGER),
-    "headrace_gated_backward": (_INTEGER, *([_POINTER] * 5), _INTEGER),
-    "headrace_rotate": (*([_INTEGER] * 9), *([_POINTER] * 4), _INTEGER),
+    "headrace_rms_norm": (*([INTEGER] * 2), *([POINTER] * 2), ctypes.c_double, *([POINTER] * 2), INTEGER),
+    "headrace_rms_norm_backward": (*([INTEGER] * 2), *([POINTER] * 6), INTEGER),
+    "headrace_gated": (INTEGER, *([POINTER] * 3), INTEGER),
+    "headrace_gated_backward": (INTEGER, *([POINTER] * 5), INTEGER),
+    "headrace_rotate": (*([INTEGER] * 9), *([POINTER] * 4), INTEGER),
 }
 
 
 def _bind(name: str, numbers: tuple[int, ...], *rest: Tensor | float | None) -> Callable[[], None]:
-    """A call of a kernel. It keeps the tensors alive, whose addresses it has."""
-    kernel = function(name, _ARGUMENTS[name])
-    given = [x.data_ptr() if isinstance(x, Tensor) else x for x in rest]
-    call = partial(kernel, *numbers, *given, torch.get_num_threads())
-
-    def checked(kept: object = rest) -> None:
-        if call():
-            raise MemoryError(f"{name}: no memory for sums")
-
-    return checked
-
-
-def takes(*tensors: Tensor) -> bool:
-    """Whether kernels are there and these are plain float32 tensors on the CPU."""
-    return are_plain(*tensors) and library() is not None
-
-
-def _check(fits: bool, *tensors: Tensor) -> None:
-    """A kernel reads as many numbers as it is told that there are."""
-    if not fits or any(x.dtype != torch.float32 for x in tensors):
-        given = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
-        raise ValueError(f"a kernel for float32 was given tensors that do not fit: {given}")
+    return bind(name, _ARGUMENTS[name], numbers, *rest)
 
 
 def _normed(
     x: Tensor, gain: Tensor, eps: float, y: Tensor, factors: Tensor | None = None
 ) -> Callable[[], None]:
     size = gain.numel()
-    _check(x.shape[-1:] == gain.shape, x, gain, y)
+    check(x.shape[-1:] == gain.shape, x, gain, y)
     return _bind("headrace_rms_norm", (x.numel() // max(size, 1), size), x, gain, eps, y, factors)
 
 
@@ -80,7 +56,7 @@ def norm_gradients(
 
 
 def _gated(gate: Tensor, up: Tensor, out: Tensor) -> Callable[[], None]:
-    _check(gate.shape == up.shape, gate, up, out)
+    check(gate.shape == up.shape, gate, up, out)
     return _bind("headrace_gated", (gate.numel(),), gate, up, out)
 
 
@@ -116,23 +92,10 @@ def _new_gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-_operators = torch.library.Library("headrace", "DEF")
-_operators.define("rms_norm(Tensor x, Tensor gain, float eps) -> Tensor")
-_operators.impl("rms_norm", _new_normed, "CPU")
-_operators.define("gated(Tensor gate, Tensor up) -> Tensor")
-_operators.impl("gated", _new_gated, "CPU")
+# without gradients
+rms_norm = define("rms_norm(Tensor x, Tensor gain, float eps) -> Tensor", _new_normed, _normed)
+gated = define("gated(Tensor gate, Tensor up) -> Tensor", _new_gated, _gated)
 # x [1, heads, rows, D], cos and sin [1, 1, rows, D]; the numbers of a row and head lie side by side
-_operators.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
-_operators.impl("rotate", _new_rotated, "CPU")
-
-rms_norm = torch.ops.headrace.rms_norm.default  # without gradients
-gated = torch.ops.headrace.gated.default
-rotate = torch.ops.headrace.rotate.default
-_BOUND: dict[Any, Callable[..., Callable[[], None]]] = {rms_norm: _normed, gated: _gated, rotate: _rotated}
-
-
-def bound(operator: Any, arguments: tuple[Any, ...], output: Tensor) -> Callable[[], None] | None:
-    """A call of one of this file's operators that writes into `output`; None for others and what is not contiguous."""
-    bind = _BOUND.get(operator)
-    flat = operator is rotate or all(x.is_contiguous() for x in (*arguments, output) if isinstance(x, Tensor))
-    return bind(*arguments, output) if bind is not None and flat else None
+rotate = define(
+    "rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", _new_rotated, _rotated, side_by_side=False
+)

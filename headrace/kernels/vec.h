@@ -64,6 +64,13 @@ static inline vec exponential(vec x) {
   return choose((ivec)(x < -87.0f), all(0.0f), y * (vec)power);
 }
 
+// 1 / (1 + e^-x), of either sign by an exponential of what is not above 0.
+static inline vec sigmoid(vec x) {
+  ivec below = (ivec)(x < all(0.0f));
+  vec e = exponential(choose(below, x, -x)), share = 1.0f / (1.0f + e);
+  return choose(below, e * share, share);
+}
+
 static inline float dot(const float *a, const float *b, int64_t dim) {
   vec sums = all(0.0f);
   int64_t d = 0;

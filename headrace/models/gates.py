@@ -13,10 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.kernels import pointwise
+from headrace.kernels import feed_forward, pointwise
+from headrace.kernels.operators import takes
 from headrace.kernels.tensors import once
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
+LARGEST_TRAINED = 1 << 19  # numbers in a weight: gradients of larger ones do not stay in a core's cache
 SIZES = (0.3, 3.0, 300.0)  # of inputs: what cuts off large numbers is something else
 
 
@@ -79,17 +81,67 @@ def _recognise(kind: type[nn.Module], activation: nn.Module) -> bool:
 
 
 def _forward(self: Any, hidden: Tensor) -> Tensor:
-    if self.act_fn is not self.known_activation:
+    layers = [getattr(self, name) for name in LAYERS]
+    if self.act_fn is not self.known_activation or _is_watched(self.act_fn):
         own: Tensor = type(self).forward(self, hidden)
         return own
-    gate, up = self.gate_proj(hidden), self.up_proj(hidden)
-    out: Tensor = self.down_proj(gated(gate, up))
+    out: Tensor
+    if all(map(_is_product, layers)) and not torch.is_autocast_enabled("cpu"):
+        weights = (layers[0].weight, layers[1].weight, layers[2].weight)
+        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, *weights))
+        if feed_forward.takes(hidden, weights):
+            if not trained:
+                out = feed_forward.feed_forward(hidden.contiguous(), *weights)
+                return out
+            if weights[0].numel() <= LARGEST_TRAINED:
+                out = _FeedForward.apply(hidden, *weights)
+                return out
+    gate, up, down = layers
+    out = down(gated(gate(hidden), up(hidden)))
     return out
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody wants to see what goes in or comes out."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _is_product(layer: nn.Module) -> bool:
+    """Whether it is a plain product with its weight and nothing else."""
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and "forward" not in vars(layer)
+        and not _is_watched(layer)
+    )
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        out, kept = feed_forward.forward(hidden, (gate, up, down))
+        ctx.save_for_backward(hidden, gate, up, down, kept)
+        return out
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *weights, kept = ctx.saved_tensors
+        of_x, *of_weights = ctx.needs_input_grad
+        found = feed_forward.gradients(
+            hidden, tuple(weights), kept, grad, of_x=of_x, of_weights=any(of_weights)
+        )
+        return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, of equal shapes."""
-    if gate.shape != up.shape or not pointwise.takes(gate, up):
+    if gate.shape != up.shape or not takes(gate, up):
         return F.silu(gate) * up
     out: Tensor
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from headrace.kernels import pointwise
+from headrace.kernels.operators import takes
 from headrace.kernels.tensors import once
 
 TOLERANCE = 1e-5  # of the largest output; float32 rounding is a tenth of it
@@ -109,7 +110,7 @@ def _forward(self: Any, hidden: Tensor) -> Tensor:
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         normed: Tensor = _RMSNorm.apply(hidden, gain, self.rms_eps)
         return normed
-    if pointwise.takes(hidden, gain):
+    if takes(hidden, gain):
         one: Tensor = pointwise.rms_norm(hidden.contiguous(), gain, self.rms_eps)
         return one
     return F.rms_norm(hidden, gain.shape, gain, self.rms_eps)
@@ -120,7 +121,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        if pointwise.takes(x, gain):
+        if takes(x, gain):
             y, r = pointwise.normed(x, gain, eps)
             ctx.save_for_backward(x, gain, r)
             return y
@@ -134,7 +135,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """d/dx = r * gain * g - x * r^3 / D * sum(gain * g * x);  d/dgain = sum over tokens of g * x * r."""
         x, gain, r = ctx.saved_tensors
-        if pointwise.takes(x, gain) and ctx.needs_input_grad[0]:
+        if takes(x, gain) and ctx.needs_input_grad[0]:
             return *pointwise.norm_gradients(x, gain, r, grad, of_gain=ctx.needs_input_grad[1]), None
         size, r = x.shape[-1], r.view(*x.shape[:-1], 1)
         product = (x * grad).reshape(-1, size)  # in x's layout: a head's gradient comes transposed

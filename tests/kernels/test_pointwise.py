@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from headrace.kernels import build, pointwise
+from headrace.kernels import build, operators, pointwise
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"no kernels: {build.missing()}")
 
@@ -95,14 +95,14 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 def test_a_bound_call_reads_and_writes_where_its_tensors_lie() -> None:
     x, gain, out = torch.randn(6, 8), torch.randn(8), torch.zeros(6, 8)
-    call = pointwise.bound(pointwise.rms_norm, (x, gain, 1e-5), out)
+    call = operators.bound(pointwise.rms_norm, (x, gain, 1e-5), out)
     assert call is not None
     for _ in range(2):
         x.normal_()
         call()
         torch.testing.assert_close(out, F.rms_norm(x, (8,), gain, 1e-5))
-    assert pointwise.bound(torch.ops.aten.mul.Tensor, (x, x), out) is None
-    assert pointwise.bound(pointwise.gated, (x.t(), x.t()), out.t()) is None  # not side by side
+    assert operators.bound(torch.ops.aten.mul.Tensor, (x, x), out) is None
+    assert operators.bound(pointwise.gated, (x.t(), x.t()), out.t()) is None  # not side by side
 
 
 def test_inputs_of_any_layout() -> None:
@@ -112,7 +112,7 @@ def test_inputs_of_any_layout() -> None:
 
 
 def test_only_plain_float32_on_a_cpu_is_taken() -> None:
-    assert pointwise.takes(torch.ones(2), torch.nn.Parameter(torch.ones(2)))
-    assert not pointwise.takes(torch.ones(2), torch.ones(2, dtype=torch.float64))
-    assert not pointwise.takes(torch.ones(2, device="meta"))
-    assert not pointwise.takes(torch.ones(2).as_subclass(type("Own", (Tensor,), {})))
+    assert operators.takes(torch.ones(2), torch.nn.Parameter(torch.ones(2)))
+    assert not operators.takes(torch.ones(2), torch.ones(2, dtype=torch.float64))
+    assert not operators.takes(torch.ones(2, device="meta"))
+    assert not operators.takes(torch.ones(2).as_subclass(type("Own", (Tensor,), {})))

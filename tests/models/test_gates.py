@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from headrace.kernels import build, feed_forward
 from headrace.models.causal_lm import CausalLM
 from headrace.models.gates import use_fast_gates
 from headrace.models.norm import use_fast_norms
 
 
 class Gated(nn.Module):
-    def __init__(self, activation: nn.Module | None = None) -> None:
+    def __init__(self, activation: nn.Module | None = None, hidden: int = 6, *, bias: bool = True) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(6, 10), nn.Linear(6, 10)
-        self.down_proj, self.act_fn = nn.Linear(10, 6), activation or nn.SiLU()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, 10, bias=bias) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(10, hidden, bias=bias), activation or nn.SiLU()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -69,15 +71,36 @@ def is_fast(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
+def one_product() -> Gated:
+    """Such as runs as one kernel."""
+    torch.manual_seed(0)
+    module = Gated(hidden=16, bias=False)
+    use_fast_gates(module)
+    return module
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels that were called from here on."""
+    if build.missing() is not None:
+        pytest.skip(f"no kernels: {build.missing()}")
+    seen: list[str] = []
+    for name in ("feed_forward", "forward"):
+        own = getattr(feed_forward, name)
+        monkeypatch.setattr(feed_forward, name, lambda *a, n=name, own=own: (seen.append(n), own(*a))[1])
+    return seen
+
+
 @pytest.mark.usefixtures("kernels")
-def test_values_and_gradients_are_those_of_float64() -> None:
-    module = Gated()
+@pytest.mark.parametrize(("hidden", "bias"), [(6, True), (16, True), (16, False)])
+def test_values_and_gradients_are_those_of_float64(hidden: int, bias: bool) -> None:
+    module = Gated(hidden=hidden, bias=bias)
     exact = copy.deepcopy(module).double()
     use_fast_gates(module)
     assert is_fast(module)
-    x = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    x = torch.randn(3, 7, hidden, generator=torch.Generator().manual_seed(0)).requires_grad_()
     reference = x.detach().double().requires_grad_()
-    up = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1))
+    up = torch.randn(3, 7, hidden, generator=torch.Generator().manual_seed(1))
     y, z = module(x), exact(reference)
     with torch.no_grad():
         plain = module(x)
@@ -85,6 +108,89 @@ def test_values_and_gradients_are_those_of_float64() -> None:
     wanted = torch.autograd.grad(z, (reference, *exact.parameters()), up.double())
     for a, b in zip((y, plain, *got), (z, z, *wanted), strict=True):
         assert (a.double() - b).abs().max() <= 3e-6 * b.abs().max()
+
+
+def test_plain_layers_run_as_one_kernel(calls: list[str]) -> None:
+    module, x = one_product(), torch.randn(2, 5, 16)
+    module(x)
+    with torch.no_grad():
+        module(x)
+    assert calls == ["forward", "feed_forward"]
+
+
+def test_frozen_weights_and_inputs(calls: list[str]) -> None:
+    module, x = one_product(), torch.randn(5, 16, requires_grad=True)
+    up = torch.randn(5, 16)
+    wanted = torch.autograd.grad(Gated.forward(module, x), [x, *module.parameters()], up)
+    module.up_proj.weight.requires_grad_(False)
+    module(x).backward(up)
+    assert module.up_proj.weight.grad is None
+    for mine, theirs in zip(
+        (x.grad, module.gate_proj.weight.grad, module.down_proj.weight.grad),
+        (wanted[0], wanted[1], wanted[3]),
+        strict=True,
+    ):
+        assert mine is not None
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    module.requires_grad_(False)
+    (alone,) = torch.autograd.grad(module(x), x, up)
+    torch.testing.assert_close(alone, wanted[0], atol=1e-6, rtol=1e-5)
+    module.requires_grad_(True)
+    (of_down,) = torch.autograd.grad(module(x.detach()), module.down_proj.weight, up)
+    torch.testing.assert_close(of_down, wanted[3], atol=1e-6, rtol=1e-5)
+    assert calls == ["forward"] * 3
+
+
+def test_recomputed_in_the_backward_pass(calls: list[str]) -> None:
+    module, x = one_product(), torch.randn(5, 16, requires_grad=True)
+    up = torch.randn(5, 16)
+    plain = torch.autograd.grad(module(x), [x, *module.parameters()], up)
+    again = torch.autograd.grad(checkpoint(module, x, use_reentrant=False), [x, *module.parameters()], up)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert calls == ["forward"] * 3
+
+
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj", "act_fn"])
+@pytest.mark.parametrize(
+    "kind", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_who_watches_a_layer_sees_it(calls: list[str], name: str, kind: str) -> None:
+    module, seen = one_product(), []
+    handle = getattr(getattr(module, name), kind)(lambda *a: seen.append(1))
+    x = torch.randn(5, 16, requires_grad=True)
+    module(x).sum().backward()
+    assert seen == [1]
+    assert calls == []
+    handle.remove()
+    module(x)
+    assert calls == ["forward"]
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_other_layers_are_called(calls: list[str]) -> None:
+    x = torch.randn(5, 16)
+    for change in ("class", "forward", "dtype", "autocast", "bias", "large"):
+        module, autocast = one_product(), False
+        if change == "class":
+            module.up_proj = Doubled(16, 10, bias=False)
+        elif change == "forward":
+            module.up_proj.forward = lambda x: 3 * x[..., :10]  # type: ignore[method-assign]
+        elif change == "dtype":
+            module, x = module.double(), x.double()
+        elif change == "autocast":
+            autocast, x = True, x.float()
+        elif change == "bias":
+            module.down_proj.bias = nn.Parameter(torch.ones(16))
+        else:
+            module.gate_proj, module.up_proj = (nn.Linear(16, 1 << 16, bias=False) for _ in range(2))
+            module.down_proj = nn.Linear(1 << 16, 16, bias=False)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.testing.assert_close(module(x), Gated.forward(module, x), atol=1e-5, rtol=1e-5)
+        assert calls == [], change
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from headrace.kernels import pointwise
+from headrace.kernels.operators import takes
 from headrace.rollout.native.recorder import Call, Place, Recorder
 
 _OPERATORS = [
@@ -24,7 +25,7 @@ _OPERATORS = [
 
 def fuse_rotations(recorder: Recorder) -> None:
     """Puts the kernel in place of the last operator of each rotation, and nothing in place of the others."""
-    if not pointwise.takes():  # there are no kernels
+    if not takes():  # there are no kernels
         return
     for at in range(len(recorder.steps) - len(_OPERATORS) + 1):
         found = _rotation(recorder, at)

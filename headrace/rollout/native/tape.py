@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.kernels.pointwise import bound
+from headrace.kernels.operators import bound
 from headrace.models.attention import AttentionContext
 from headrace.rollout.native.recorder import NoReading, NotRepeatable, Open, Place, Recorder, filler, kind_of
 from headrace.rollout.native.rotary import fuse_rotations

@@ -1,0 +1,144 @@
+"""The compiled feed-forward layers against float64, and that a token's output is its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from headrace.kernels import build, feed_forward, operators
+
+pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"no kernels: {build.missing()}")
+
+Weights = tuple[Tensor, Tensor, Tensor]
+
+
+def layer(hidden: int, inner: int, seed: int = 0, scale: float = 1.0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    gate, up, down = (
+        torch.randn(shape, generator=generator)
+        for shape in ((inner, hidden), (inner, hidden), (hidden, inner))
+    )
+    return gate * scale / hidden**0.5, up / hidden**0.5, down / inner**0.5
+
+
+def exactly(x: Tensor, weights: Weights) -> Tensor:
+    gate, up, down = weights
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def close(got: Tensor | None, wanted: Tensor, tolerance: float) -> bool:
+    if got is None or got.shape != wanted.shape:
+        return False
+    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    return not got.numel() or bool((got.double() - wanted).abs().max() <= tolerance * max(largest, 1e-12))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.one_of(st.integers(0, 40), st.integers(120, 700)),
+    hidden=st.sampled_from([16, 32, 48, 80, 128]),
+    inner=st.one_of(st.integers(1, 30), st.integers(90, 140)),
+    scale=st.sampled_from([0.1, 1.0, 30.0]),
+    seed=st.integers(0, 999),
+)
+def test_values_and_gradients_are_those_of_float64(
+    tokens: int, hidden: int, inner: int, scale: float, seed: int
+) -> None:
+    weights = layer(hidden, inner, seed, scale)
+    generator = torch.Generator().manual_seed(seed)
+    x, grad = (torch.randn(1, tokens, hidden, generator=generator) for _ in range(2))
+    inputs = [t.double().requires_grad_() for t in (x, *weights)]
+    wanted = exactly(inputs[0], (inputs[1], inputs[2], inputs[3]))
+    got, kept = feed_forward.forward(x, weights)
+    assert close(got, wanted.detach(), 1e-5)
+    assert torch.equal(feed_forward.feed_forward(x, *weights), got)
+    gradients = torch.autograd.grad(wanted, inputs, grad.double())
+    found = feed_forward.gradients(x, weights, kept, grad, of_x=True, of_weights=True)
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert close(mine, theirs, 3e-5)
+    (of_x, *none) = feed_forward.gradients(x, weights, kept, grad, of_x=True, of_weights=False)
+    assert of_x is not None
+    assert found[0] is not None
+    assert torch.equal(of_x, found[0])
+    assert none == [None, None, None]
+    (nothing, *of_weights) = feed_forward.gradients(x, weights, kept, grad, of_x=False, of_weights=True)
+    assert nothing is None
+    for mine, theirs in zip(of_weights, gradients[1:], strict=True):
+        assert close(mine, theirs, 3e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 700),
+    chosen=st.lists(st.integers(0, 699), min_size=1),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_a_token_does_not_depend_on_others(tokens: int, chosen: list[int], threads: int) -> None:
+    weights = layer(48, 31)
+    x = torch.randn(tokens, 48, generator=torch.Generator().manual_seed(1))
+    rows = torch.tensor([at % tokens for at in chosen])
+    alone = feed_forward.feed_forward(x[rows], *weights)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together, _ = feed_forward.forward(x, weights)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(together[rows], alone)
+    x[0] = torch.nan
+    broken = feed_forward.feed_forward(x, *weights)
+    assert broken[0].isnan().all()
+    assert torch.equal(broken[1:], together[1:])
+
+
+def test_a_token_past_the_end_adds_nothing_to_gradients() -> None:
+    """Registers are filled up with tokens that are none, and an infinite weight times 0 is NaN."""
+    gate, up, down = layer(16, 8)
+    down[0, 0] = torch.inf
+    x, grad = torch.randn(5, 16), torch.randn(5, 16)
+    grad[:, 0] = 0.0
+    _, kept = feed_forward.forward(x, (gate, up, down))
+    found = feed_forward.gradients(x, (gate, up, down), kept, grad, of_x=True, of_weights=True)
+    of_down = found[3]
+    assert of_down is not None
+    assert of_down.isfinite().all()
+
+
+def test_a_bound_call_reads_and_writes_where_its_tensors_lie() -> None:
+    weights, x, y = layer(32, 20), torch.randn(9, 32), torch.zeros(9, 32)
+    call = operators.bound(feed_forward.feed_forward, (x, *weights), y)
+    assert call is not None
+    for _ in range(2):
+        x.normal_()
+        weights[1].normal_()
+        call()
+        assert close(y, exactly(x.double(), tuple(w.double() for w in weights)), 1e-5)  # type: ignore[arg-type]
+    assert operators.bound(feed_forward.feed_forward, (x[:, ::2], *layer(16, 4)), y) is None
+
+
+def test_what_does_not_fit_is_not_read() -> None:
+    gate, up, down = layer(32, 20)
+    x = torch.randn(3, 32)
+    assert feed_forward.takes(x, (gate, up, down))
+    for others in (
+        (gate, up, down.t()), (gate, up[:10], down), (gate[:, :16], up, down), (gate.double(), up, down),
+        (gate, up, down[:, ::2]),
+    ):  # fmt: skip
+        assert not feed_forward.takes(x, others)
+        with pytest.raises(ValueError, match="do not fit"):
+            feed_forward.feed_forward(x, *others)
+    odd = layer(24, 20)
+    assert not feed_forward.takes(torch.randn(3, 24), odd)
+    with pytest.raises(ValueError, match="do not fit"):
+        feed_forward.feed_forward(torch.randn(3, 24), *odd)
+
+
+def test_inputs_of_any_layout() -> None:
+    weights, x = layer(32, 20), torch.randn(32, 7).t()
+    assert torch.equal(
+        feed_forward.feed_forward(x, *weights), feed_forward.feed_forward(x.contiguous(), *weights)
+    )
