@@ -3,13 +3,14 @@
     python benchmarks/cpu_kernels.py
     python benchmarks/cpu_kernels.py --heads 16 --kv-heads 8 --head-dim 128 --mean-length 500
 
-Attention of a training pack (forward and backward), of a decode step over the paged cache, RMSNorm and silu-gates, in
-float32. Both sides take turns; times are medians in milliseconds. Prints one JSON object.
+Attention of a training pack (forward and backward), of a decode step over the paged cache, RMSNorm, silu-gates and whole
+gated feed-forward layers (of a pack, and of a decode step without gradients), in float32. Both sides take turns; times are medians in milliseconds. Prints one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import platform
@@ -23,11 +24,11 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from headrace.kernels import build
 from headrace.models.attention import PackedAttention
-from headrace.models.gates import gated
+from headrace.models.gates import gated, use_fast_gates
 from headrace.models.norm import use_fast_norms
 from headrace.rollout.native.attention import PagedDecodeAttention
 from headrace.rollout.native.kv_cache import PagedKVCache
@@ -120,6 +121,37 @@ def pointwise(a: argparse.Namespace, tokens: int, random: Callable[..., Tensor])
     return {"rms_norm": timed(norms, a.rounds), "gate": timed(gates, a.rounds)}
 
 
+class FeedForward(nn.Module):
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj, self.act_fn = nn.Linear(inner, hidden, bias=False), nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def feed_forward(
+    a: argparse.Namespace, tokens: int, rows: int, random: Callable[..., Tensor]
+) -> dict[str, Any]:
+    size = a.heads * a.head_dim
+    torch.manual_seed(0)
+    plain = FeedForward(size, 4 * size)
+    fast = copy.deepcopy(plain)
+    use_fast_gates(fast)
+    x, few, up = random(tokens, size).requires_grad_(), random(rows, size), random(tokens, size)
+    trained = {
+        "torch": forward_and_backward(lambda: plain(x), up),
+        "kernels": forward_and_backward(lambda: fast(x), up),
+    }
+    with torch.inference_mode():
+        step = timed({"torch": lambda: plain(few), "kernels": lambda: fast(few)}, 5 * a.rounds)
+    return {
+        "feed_forward": {"inner": 4 * size, **timed(trained, a.rounds)},
+        "feed_forward_decode": {"sequences": rows, "inner": 4 * size, **step},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,6 +186,7 @@ def main() -> None:
             "pack_forward_backward": packs(a, lengths, random),
             "decode_step": decode(a, lengths, random),
             **pointwise(a, sum(lengths), random),
+            **feed_forward(a, sum(lengths), len(lengths), random),
         },
     }  # fmt: skip
     print(json.dumps(report, indent=2))
