@@ -3,8 +3,9 @@
     python benchmarks/cpu_kernels.py
     python benchmarks/cpu_kernels.py --heads 16 --kv-heads 8 --head-dim 128 --mean-length 500
 
-Attention of a training pack (forward and backward), of a decode step over the paged cache, RMSNorm, silu-gates and whole
-gated feed-forward layers (of a pack, and of a decode step without gradients), in float32. Both sides take turns; times are medians in milliseconds. Prints one JSON object.
+Attention of a training pack (forward and backward), of a decode step over the paged cache, RMSNorm, silu-gates and
+whole gated feed-forward layers (of a pack, and of a decode step without gradients), in float32. Both sides take turns;
+times are medians in milliseconds. Prints one JSON object.
 """
 
 from __future__ import annotations

@@ -212,5 +212,6 @@ def _output(command: list[str], timeout_s: float, folder: str | None = None) -> 
         raise CannotBuild(f"{command[0]}: {error}") from error
     if done.returncode != 0:
         said = (done.stderr or done.stdout).strip().splitlines() or ["no message"]
-        raise CannotBuild(f"{command[0]} ended with {done.returncode}: {said[-1]}")
+        errors = [line for line in said if "error" in line.lower()]  # notes may follow them
+        raise CannotBuild(f"{command[0]} ended with {done.returncode}: {(errors or said[-1:])[0]}")
     return done.stdout

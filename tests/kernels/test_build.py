@@ -90,6 +90,14 @@ def test_a_compiler_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert built(tmp_path) == []
 
 
+def test_a_note_behind_an_error_is_not_the_reason(tmp_path: Path) -> None:
+    compiler = tmp_path / "cc"
+    lines = ("vec.h: In function 'sum':", "vec.h:3: error: no such type", "vec.h:9: note: declared here")
+    compiler.write_text("#!/bin/sh\n" + "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 1\n")
+    compiler.chmod(0o700)
+    assert "ended with 1: vec.h:3: error: no such type\n" in run(tmp_path, CC=str(compiler))
+
+
 def test_a_file_that_cannot_be_loaded_is_done_without(tmp_path: Path) -> None:
     fake = tmp_path / "cc"
     fake.write_text('#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo junk > "$2"; shift; done\n')
