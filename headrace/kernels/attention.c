@@ -5,7 +5,7 @@
 // laid out side by side, padded to multiples of PAD with zeros, so that all products below are of whole registers.
 // What a unit computes does not depend on the number of threads, nor on the other sequences.
 
-#include "vec.h"
+#include "product.h"
 
 #define PAD 16
 #define QUERIES 32  // rows of scores held at once
@@ -26,44 +26,19 @@ typedef struct {
 } pack;
 
 static inline int64_t padded(int64_t n) { return (n + PAD - 1) / PAD * PAD; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// c [m, n] (+)= a b: a's element (i, k) lies at a[i * ai + k * ak], the rows of b and c are ldb and ldc apart.
-static inline __attribute__((always_inline)) void block(
-    int wide, int add, int64_t depth, const float *a, int64_t ai, int64_t ak, const float *b, int64_t ldb, float *c,
-    int64_t ldc) {
-  vec sums[ROWS][2];
-#pragma GCC unroll 8
-  for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 2
-    for (int j = 0; j < wide; j++) sums[i][j] = add ? load(c + i * ldc + j * W) : all(0.0f);
-  for (int64_t k = 0; k < depth; k++) {
-    vec row[2];
-#pragma GCC unroll 2
-    for (int j = 0; j < wide; j++) row[j] = load(b + k * ldb + j * W);
-#pragma GCC unroll 8
-    for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 2
-      for (int j = 0; j < wide; j++) sums[i][j] += a[i * ai + k * ak] * row[j];
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < ROWS; i++)
-#pragma GCC unroll 2
-    for (int j = 0; j < wide; j++) store(c + i * ldc + j * W, sums[i][j]);
-}
-
-// m is a multiple of ROWS, n one of W.
+// c [m, n] (+)= a b: a's element (i, k) lies at a[i * ai + k * ak], the rows of b and c are ldb and ldc apart. m is a
+// multiple of ROWS, n one of W.
 static inline __attribute__((always_inline)) void multiply(
     int add, int64_t m, int64_t n, int64_t depth, const float *a, int64_t ai, int64_t ak, const float *b, int64_t ldb,
     float *c, int64_t ldc) {
   int64_t j = 0;
   for (; j + 2 * W <= n; j += 2 * W)
     for (int64_t i = 0; i < m; i += ROWS)
-      block(2, add, depth, a + i * ai, ai, ak, b + j, ldb, c + i * ldc + j, ldc);
+      tile(ROWS, 2, depth, a + i * ai, ai, ak, b + j, ldb, c + i * ldc + j, ldc, add);
   for (; j < n; j += W)
     for (int64_t i = 0; i < m; i += ROWS)
-      block(1, add, depth, a + i * ai, ai, ak, b + j, ldb, c + i * ldc + j, ldc);
+      tile(ROWS, 1, depth, a + i * ai, ai, ak, b + j, ldb, c + i * ldc + j, ldc, add);
 }
 
 static __attribute__((noinline)) void rows_by_matrix(  // a [m, depth], its rows lda apart
@@ -304,8 +279,8 @@ static inline __attribute__((always_inline)) void decode_row(
         for (; t < end; t++, value += slot, next += slot) {
           __builtin_prefetch(next);
           if (wide) __builtin_prefetch(next + W);
-          first += s[t - from] * load(value);
-          if (wide) second += s[t - from] * load(value + W);
+          first = fused(all(s[t - from]), load(value), first);
+          if (wide) second = fused(all(s[t - from]), load(value + W), second);
         }
       }
       store(to + d, first * share);

@@ -12,8 +12,6 @@ typedef struct {
   int64_t tokens, hidden, inner, threads;
 } layer;
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 static float *memory(int64_t count) { return aligned_alloc(64, (count * sizeof(float) + 63) / 64 * 64); }
 
 // out [size, BLOCK] = x [count, size], transposed, up to the next full register of tokens.

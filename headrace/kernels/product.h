@@ -27,7 +27,7 @@ static inline __attribute__((always_inline)) void tile(
 #pragma GCC unroll 12
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
-      for (int v = 0; v < wide; v++) sums[r][v] += a[r * a_row + k * a_step] * x[v];
+      for (int v = 0; v < wide; v++) sums[r][v] = fused(all(a[r * a_row + k * a_step]), x[v], sums[r][v]);
   }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
