@@ -191,7 +191,7 @@ def _devices() -> Iterator[Check]:
         yield Check("torch import", "problem", f"{type(error).__name__}: {error}")
         return
     slow = build.missing()
-    found = f"slow: {slow}" if slow else "compiled; attention, norms and gates in float32"
+    found = f"slow: {slow}" if slow else "compiled; attention, feed-forward layers and norms in float32"
     yield Check("cpu kernels", "missing" if slow else "ok", found)
     if not torch.cuda.is_available():
         built = torch.version.cuda

@@ -39,7 +39,7 @@ def bind(
 
     def checked(kept: object = rest) -> None:
         if call():
-            raise MemoryError(f"{name}: no memory for sums")
+            raise MemoryError(f"{name}: there is no memory for what it holds")
 
     return checked
 

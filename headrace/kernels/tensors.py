@@ -39,7 +39,9 @@ class _NoSecond(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError("headrace's own attention, norms and gates have no second derivatives")
+        raise RuntimeError(
+            "headrace's own attention, norms and feed-forward layers have no second derivatives"
+        )
 
 
 def once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:
