@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.kernels.build import function, library
-from headrace.kernels.tensors import are_plain, once, plain
+from headrace.kernels.tensors import are_plain, are_traced, once, plain
 
 
 class _Tensor(ctypes.Structure):
@@ -78,9 +78,10 @@ def is_available() -> bool:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether they are plain float32 tensors [T, heads, D] on the CPU, all with the same D."""
-    dim = tensors[0].shape[-1]
-    return are_plain(*tensors) and all(x.shape[-1] == dim for x in tensors)
+    """Whether they are plain float32 tensors [T, heads, D] on the CPU, all with the same D, and nobody traces them."""
+    return (
+        are_plain(*tensors) and all(x.shape[-1] == tensors[0].shape[-1] for x in tensors) and not are_traced()
+    )
 
 
 def _side_by_side(x: Tensor) -> Tensor:
@@ -158,9 +159,11 @@ class CompiledAttention:
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value; `outputs` are those of `forward`."""
-        query, key, value = map(_side_by_side, inputs)
-        out, logs = (x.contiguous() for x in outputs)
-        grad, d_query = _side_by_side(plain(grad)), query.new_empty(query.shape)
+        query, key, value, grad = (_side_by_side(plain(x)) for x in (*inputs, grad))
+        out, logs = (plain(x).contiguous() for x in outputs)
+        if not out.shape == grad.shape == query.shape or logs.shape != query.shape[:2]:
+            raise ValueError("what attention saved for its backward pass came back in other shapes")
+        d_query = query.new_empty(query.shape)
         d_key, d_value = (x.new_empty(self._places, *x.shape[1:]) for x in (key, value))
         _call(
             "headrace_attend_backward",

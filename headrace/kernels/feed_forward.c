@@ -132,7 +132,7 @@ int headrace_feed_forward(
 
 static void backward_block(
     const layer *s, int64_t count, const float *x, const float *gate_weight, const float *up_weight,
-    const float *down_weight, const float *kept, const float *dy, float *dx, float *sums, float *scratch) {
+    const float *down_weight, const float *kept, const float *dy, float *dx, float *const sums[3], float *scratch) {
   float *turned = scratch, *d_gate = turned + s->hidden * BLOCK, *d_up = d_gate + s->inner * BLOCK;
   float *inner = d_up + s->inner * BLOCK, *d_inner = inner + HIGH * BLOCK;
   turn_in(count, s->hidden, dy, turned);
@@ -148,13 +148,13 @@ static void backward_block(
         store(d_gate + (f + r) * BLOCK + t, d * u * share * (1.0f + g * (1.0f - share)));
         store(d_up + (f + r) * BLOCK + t, d * g * share);
       }
-    for (int64_t i = 0; i < s->hidden && sums; i += WIDE) {
+    for (int64_t i = 0; i < s->hidden && x; i += WIDE) {
       int wide = s->hidden - i > W ? 2 : 1;
       const float *left[3] = {d_gate + f * BLOCK, d_up + f * BLOCK, inner}, *right[3] = {x, x, dy};
       for (int64_t k = 0; k < 3; k++)
         product(
             rows, wide, count, left[k], BLOCK, 1, right[k] + i, s->hidden,
-            sums + (k * s->inner + f) * s->hidden + i, s->hidden, 1);
+            sums[k] + f * s->hidden + i, s->hidden, 1);
     }
   }
   if (!dx) return;
@@ -163,34 +163,40 @@ static void backward_block(
   turn_out(count, s->hidden, turned, dx);
 }
 
-// dx [tokens, hidden], and `sums`, the gradients of gate, of up and of down transposed [3, inner, hidden], from dy, that
-// of y, and from `kept`. Either may be null. Returns 1 where there is no memory.
+// dx [tokens, hidden], and the gradients of gate, of up and of down transposed [inner, hidden], from dy, that of y, and
+// from `kept`. dx may be null, or x with all gradients of weights. Returns 1 where there is no memory.
 int headrace_feed_forward_backward(
     int64_t tokens, int64_t hidden, int64_t inner, const float *x, const float *gate, const float *up,
-    const float *down, const float *kept, const float *dy, float *dx, float *sums, int64_t threads) {
+    const float *down, const float *kept, const float *dy, float *dx, float *d_gate, float *d_up, float *d_down,
+    int64_t threads) {
   const layer own_sizes = {tokens, hidden, inner, threads}, *s = &own_sizes;
-  int64_t blocks = (tokens + BLOCK - 1) / BLOCK, size = sums ? 3 * inner * hidden : 0, failed = 0;
-  float *others = memory((threads - 1) * size + 1);  // the first thread's sums are the output
+  float *const out[3] = {d_gate, d_up, d_down};  // the first thread's sums
+  int64_t blocks = (tokens + BLOCK - 1) / BLOCK, size = d_gate ? inner * hidden : 0, failed = 0;
+  float *others = memory((threads - 1) * 3 * size + 1);
   if (!others) return 1;
 #pragma omp parallel num_threads(threads) reduction(| : failed)
   {
     float *scratch = memory((s->hidden + 2 * s->inner + 2 * HIGH) * BLOCK);
     int64_t thread = omp_get_thread_num(), team = omp_get_num_threads();
-    float *own = thread && sums ? others + (thread - 1) * size : sums;
-    if (own) memset(own, 0, size * sizeof(float));
+    float *own[3];
+    for (int64_t k = 0; k < 3; k++) {
+      own[k] = thread ? others + ((thread - 1) * 3 + k) * size : out[k];
+      if (size) memset(own[k], 0, size * sizeof(float));
+    }
     failed |= !scratch;
 #pragma omp for schedule(static)
     for (int64_t b = 0; b < blocks; b++)
       if (scratch)
         backward_block(
-            s, least(BLOCK, s->tokens - b * BLOCK), x + b * BLOCK * s->hidden, gate, up, down,
+            s, least(BLOCK, s->tokens - b * BLOCK), x ? x + b * BLOCK * s->hidden : 0, gate, up, down,
             kept + b * 2 * s->inner * BLOCK, dy + b * BLOCK * s->hidden, dx ? dx + b * BLOCK * s->hidden : 0, own,
             scratch);
     free(scratch);
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < size; i += W)
-      for (int64_t other = 0; other < team - 1; other++)
-        store(sums + i, load(sums + i) + load(others + other * size + i));
+    for (int64_t i = 0; i < 3 * size; i += W) {
+      float *sum = out[i / size] + i % size;
+      for (int64_t other = 0; other < team - 1; other++) store(sum, load(sum) + load(others + other * 3 * size + i));
+    }
   }
   free(others);
   return failed;

@@ -48,7 +48,9 @@ def norm_gradients(
     x: Tensor, gain: Tensor, factors: Tensor, grad: Tensor, *, of_gain: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of x, and of the gain where it is wanted, from that of `normed`'s first output."""
-    x, gain, factors, grad = (t.contiguous() for t in (x, gain, factors, plain(grad)))
+    x, gain, factors, grad = (plain(t).contiguous() for t in (x, gain, factors, grad))
+    fits = x.shape == grad.shape and x.shape == (*factors.shape, *gain.shape)
+    check(fits, x, gain, factors, grad)
     size, d_x, d_gain = gain.numel(), x.new_empty(x.shape), gain.new_empty(gain.shape) if of_gain else None
     rows = x.numel() // max(size, 1)
     _bind("headrace_rms_norm_backward", (rows, size), x, gain, factors, grad, d_x, d_gain)()
@@ -62,7 +64,8 @@ def _gated(gate: Tensor, up: Tensor, out: Tensor) -> Callable[[], None]:
 
 def gate_gradients(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up from that of silu(gate) * up."""
-    gate, up, grad = gate.contiguous(), up.contiguous(), plain(grad).contiguous()
+    gate, up, grad = (plain(t).contiguous() for t in (gate, up, grad))
+    check(gate.shape == up.shape == grad.shape, gate, up, grad)
     d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
     _bind("headrace_gated_backward", (gate.numel(),), gate, up, grad, d_gate, d_up)()
     return d_gate, d_up

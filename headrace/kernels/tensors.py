@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -17,6 +18,8 @@ def are_plain(*tensors: Tensor) -> bool:
     """Whether they are float32 on the CPU, with nothing else to their numbers: no subclass, sign or tangent."""
     return all(
         type(x) in PLAIN
+        and x.layout is torch.strided
+        and not x.is_nested
         and x.dtype == torch.float32
         and x.device.type == "cpu"
         and not x.is_neg()
@@ -25,11 +28,18 @@ def are_plain(*tensors: Tensor) -> bool:
     )
 
 
-def plain(grad: Tensor) -> Tensor:
-    """A gradient as kernels can read it. What comes over a network may be a subclass that still waits for its numbers."""
-    if are_plain(grad):
-        return grad
-    return torch.empty(grad.shape, dtype=torch.float32, device="cpu").copy_(grad)
+def are_traced() -> bool:
+    """Whether somebody sees each of torch's operators, and so nothing of a kernel that is none of them."""
+    return is_in_torch_dispatch_mode()
+
+
+def plain(x: Tensor) -> Tensor:
+    """What the backward pass is given, as kernels can read it.
+
+    A gradient that comes over a network may be a subclass that still waits for its numbers; what was saved for the
+    backward pass comes back as `torch.autograd.graph.saved_tensors_hooks` please, rounded or on another device.
+    """
+    return x if are_plain(x) else torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
 
 
 class _NoSecond(torch.autograd.Function):
@@ -56,7 +66,7 @@ def once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tu
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
             return found
-        sources = (*ctx.saved_tensors, *grads)
+        sources = [x for x in (*ctx.saved_tensors, *grads) if x is not None]
         return tuple(x if x is None else _NoSecond.apply(x, *sources) for x in found)
 
     return first

@@ -6,19 +6,21 @@ return just that.
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 from headrace.kernels import feed_forward, pointwise
 from headrace.kernels.operators import takes
-from headrace.kernels.tensors import once
+from headrace.kernels.tensors import are_traced, once
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 LARGEST_TRAINED = 1 << 19  # numbers in a weight: gradients of larger ones do not stay in a core's cache
+HOOKS = ("forward", "forward_pre", "backward", "backward_pre")
 SIZES = (0.3, 3.0, 300.0)  # of inputs: what cuts off large numbers is something else
 
 
@@ -40,7 +42,7 @@ def use_fast_gates(model: nn.Module) -> None:
         if known[kind]:
             # in the dictionary, where it is no second child; a deep copy gets its own of both
             vars(module)["known_activation"] = own["act_fn"]
-            module.forward = MethodType(_forward, module)
+            module.forward = partial(_forward, module)  # unlike a method it can be pickled
 
 
 class _Watched:
@@ -93,7 +95,7 @@ def _forward(self: Any, hidden: Tensor) -> Tensor:
             if not trained:
                 out = feed_forward.feed_forward(hidden.contiguous(), *weights)
                 return out
-            if weights[0].numel() <= LARGEST_TRAINED:
+            if weights[0].numel() <= LARGEST_TRAINED and not are_traced():
                 out = _FeedForward.apply(hidden, *weights)
                 return out
     gate, up, down = layers
@@ -102,40 +104,32 @@ def _forward(self: Any, hidden: Tensor) -> Tensor:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether somebody wants to see what goes in or comes out."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    """Whether its class's forward is not all that calling it does."""
+    return (
+        "forward" in vars(module)
+        or any(vars(module)[f"_{kind}_hooks"] for kind in HOOKS)
+        or any(getattr(nn_module, f"_global_{kind}_hooks") for kind in HOOKS)
     )
 
 
 def _is_product(layer: nn.Module) -> bool:
     """Whether it is a plain product with its weight and nothing else."""
-    return (
-        type(layer) is nn.Linear
-        and layer.bias is None
-        and "forward" not in vars(layer)
-        and not _is_watched(layer)
-    )
+    return type(layer) is nn.Linear and layer.bias is None and not _is_watched(layer)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         out, kept = feed_forward.forward(hidden, (gate, up, down))
-        ctx.save_for_backward(hidden, gate, up, down, kept)
+        # only the gradients of weights need it
+        ctx.save_for_backward(hidden if any(ctx.needs_input_grad[1:]) else None, gate, up, down, kept)
         return out
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *weights, kept = ctx.saved_tensors
-        of_x, *of_weights = ctx.needs_input_grad
-        found = feed_forward.gradients(
-            hidden, tuple(weights), kept, grad, of_x=of_x, of_weights=any(of_weights)
-        )
+        found = feed_forward.gradients(hidden, tuple(weights), kept, grad, of_x=ctx.needs_input_grad[0])
         return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
 
 
@@ -145,7 +139,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
     out: Tensor
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        out = _Gated.apply(gate, up)
+        out = F.silu(gate) * up if are_traced() else _Gated.apply(gate, up)
     else:
         out = pointwise.gated(gate.contiguous(), up.contiguous())
     return out

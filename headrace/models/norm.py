@@ -10,7 +10,7 @@ Shapes: T tokens (of any number of dimensions), D size normalised over.
 from __future__ import annotations
 
 import inspect
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.func import functional_call
 
 from headrace.kernels import pointwise
 from headrace.kernels.operators import takes
-from headrace.kernels.tensors import once
+from headrace.kernels.tensors import are_traced, once
 
 TOLERANCE = 1e-5  # of the largest output; float32 rounding is a tenth of it
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,9 +42,9 @@ def use_fast_norms(model: nn.Module) -> None:
             known[kind] = _recognise(module)
         found = known[kind]
         if found is not None:
-            # a bound method, so that a deep copy of the module gets its own
             module.rms_eps, module.rms_offset = found  # type: ignore[assignment]
-            module.forward = MethodType(_forward, module)
+            # a deep copy of the module gets its own, and unlike a method it can be pickled
+            module.forward = partial(_forward, module)
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -121,7 +121,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
-        if takes(x, gain):
+        if takes(x, gain) and not are_traced():
             y, r = pointwise.normed(x, gain, eps)
             ctx.save_for_backward(x, gain, r)
             return y
@@ -134,10 +134,12 @@ class _RMSNorm(torch.autograd.Function):
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         """d/dx = r * gain * g - x * r^3 / D * sum(gain * g * x);  d/dgain = sum over tokens of g * x * r."""
-        x, gain, r = ctx.saved_tensors
-        if takes(x, gain) and ctx.needs_input_grad[0]:
+        # saved-tensor hooks may have brought them back rounded, or on another device
+        x, gain, r = (saved.to(grad.device, grad.dtype) for saved in ctx.saved_tensors)
+        size, r = x.shape[-1], r.view(x.shape[:-1])
+        if takes(x, gain) and ctx.needs_input_grad[0] and not are_traced():
             return *pointwise.norm_gradients(x, gain, r, grad, of_gain=ctx.needs_input_grad[1]), None
-        size, r = x.shape[-1], r.view(*x.shape[:-1], 1)
+        r = r.unsqueeze(-1)
         product = (x * grad).reshape(-1, size)  # in x's layout: a head's gradient comes transposed
         grad_gain = (r.reshape(1, -1) @ product)[0] if ctx.needs_input_grad[1] else None
         if not ctx.needs_input_grad[0]:

@@ -71,18 +71,20 @@ def test_values_and_gradients_are_those_of_float64(
     assert close(got, wanted.detach(), of_y)
     assert torch.equal(feed_forward.feed_forward(x, *weights), got)
     gradients = torch.autograd.grad(wanted, inputs, grad.double())
-    found = feed_forward.gradients(x, weights, kept, grad, of_x=True, of_weights=True)
+    found = feed_forward.gradients(x, weights, kept, grad, of_x=True)
     for mine, theirs, size in zip(found, gradients, of_gradients, strict=True):
         assert close(mine, theirs, size)
-    (of_x, *none) = feed_forward.gradients(x, weights, kept, grad, of_x=True, of_weights=False)
+    (of_x, *none) = feed_forward.gradients(None, weights, kept, grad, of_x=True)
     assert of_x is not None
     assert found[0] is not None
     assert torch.equal(of_x, found[0])
     assert none == [None, None, None]
-    (nothing, *of_weights) = feed_forward.gradients(x, weights, kept, grad, of_x=False, of_weights=True)
+    (nothing, *of_weights) = feed_forward.gradients(x, weights, kept, grad, of_x=False)
     assert nothing is None
     for mine, theirs, size in zip(of_weights, gradients[1:], of_gradients[1:], strict=True):
         assert close(mine, theirs, size)
+    # a gradient that is gone frees its memory though the others live
+    assert all(g is None or g.untyped_storage().nbytes() == 4 * g.numel() for g in found)
 
 
 @settings(max_examples=30, deadline=None)
@@ -134,7 +136,7 @@ def test_a_token_past_the_end_adds_nothing_to_gradients() -> None:
     x, grad = torch.randn(5, 16), torch.randn(5, 16)
     grad[:, 0] = 0.0
     _, kept = feed_forward.forward(x, (gate, up, down))
-    found = feed_forward.gradients(x, (gate, up, down), kept, grad, of_x=True, of_weights=True)
+    found = feed_forward.gradients(x, (gate, up, down), kept, grad, of_x=True)
     of_down = found[3]
     assert of_down is not None
     assert of_down.isfinite().all()
@@ -163,6 +165,10 @@ def test_what_does_not_fit_is_not_read() -> None:
         assert not feed_forward.takes(x, others)
         with pytest.raises(ValueError, match="do not fit"):
             feed_forward.feed_forward(x, *others)
+    _, kept = feed_forward.forward(x, (gate, up, down))
+    for a, b, grad in ((x[:2], kept, x), (x, kept[:, :1], x), (x, kept, x[:, :16]), (x, kept[..., :32], x)):
+        with pytest.raises(ValueError, match="do not fit"):
+            feed_forward.gradients(a, (gate, up, down), b, grad, of_x=True)
     odd = layer(24, 20)
     assert not feed_forward.takes(torch.randn(3, 24), odd)
     with pytest.raises(ValueError, match="do not fit"):

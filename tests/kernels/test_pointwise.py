@@ -60,12 +60,15 @@ def test_gates_are_those_of_float64(shape: tuple[int, int, int], scale: float, s
     exact = gate.double().requires_grad_(), up.double().requires_grad_()
     wanted = F.silu(exact[0]) * exact[1]
     assert close(pointwise.gated(gate, up), wanted, 1e-6)
-    for mine, theirs in zip(
+    # near silu's least, at -1.28, its derivative is a difference of nearly equal numbers
+    terms = (exact[1] * grad * (1.0 + exact[0].abs()), F.silu(exact[0].abs()) * grad)
+    for mine, theirs, term in zip(
         pointwise.gate_gradients(gate, up, grad),
         torch.autograd.grad(wanted, exact, grad.double()),
+        terms,
         strict=True,
     ):
-        assert close(mine, theirs, 2e-6)
+        assert close(mine, theirs, 2e-6, term)
 
 
 def test_gates_of_extreme_numbers() -> None:
@@ -116,3 +119,5 @@ def test_only_plain_float32_on_a_cpu_is_taken() -> None:
     assert not operators.takes(torch.ones(2), torch.ones(2, dtype=torch.float64))
     assert not operators.takes(torch.ones(2, device="meta"))
     assert not operators.takes(torch.ones(2).as_subclass(type("Own", (Tensor,), {})))
+    assert not operators.takes(torch.eye(2).to_sparse())
+    assert not operators.takes(torch.nested.nested_tensor([torch.ones(2)]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from headrace.kernels import build, feed_forward
 from headrace.models.causal_lm import CausalLM
@@ -166,6 +169,52 @@ def test_who_watches_a_layer_sees_it(calls: list[str], name: str, kind: str) -> 
     assert calls == ["forward"]
 
 
+def test_who_watches_every_module_sees_these_too(calls: list[str]) -> None:
+    module, seen = one_product(), []
+    handle = nn_module.register_module_forward_hook(lambda m, *_: seen.append(type(m).__name__))
+    try:
+        module(torch.randn(5, 16))
+    finally:
+        handle.remove()
+    assert seen == ["Linear", "SiLU", "Linear", "Linear", "Gated"]
+    assert calls == []
+
+
+def test_a_weight_that_was_changed_is_not_taken_for_that_of_the_forward_pass(calls: list[str]) -> None:
+    module, x = one_product(), torch.randn(5, 16)
+    out = module(x)
+    with torch.no_grad():
+        module.up_proj.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert calls == ["forward"]
+
+
+def test_frozen_layers_do_not_keep_their_input(calls: list[str]) -> None:
+    """As with torch's own: only gradients of weights need it."""
+    module, x, up = one_product(), torch.randn(5, 16, requires_grad=True), torch.randn(5, 16)
+    module.requires_grad_(False)
+    shapes: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (shapes.append(tuple(t.shape)), t)[1], lambda t: t
+    ):
+        module(x)
+    assert (5, 16) not in shapes
+    assert calls == ["forward"]
+    (wanted,) = torch.autograd.grad(Gated.forward(module, x), x, up)
+    (got,) = torch.autograd.grad(module(x), x, up)
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_who_counts_or_traces_sees_every_product(calls: list[str]) -> None:
+    module, x = one_product(), torch.randn(5, 16)
+    with FlopCounterMode(display=False) as counter:
+        module(x).sum().backward()
+    # three products of 5 x 16 x 10, and twice that for gradients, of x none
+    assert counter.get_total_flops() == 2 * 5 * 16 * 10 * (3 + 3 + 1)
+    assert calls == []
+
+
 class Doubled(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -173,12 +222,16 @@ class Doubled(nn.Linear):
 
 def test_other_layers_are_called(calls: list[str]) -> None:
     x = torch.randn(5, 16)
-    for change in ("class", "forward", "dtype", "autocast", "bias", "large"):
+    for change in ("class", "forward", "activation", "sparse", "dtype", "autocast", "bias", "large"):
         module, autocast = one_product(), False
         if change == "class":
             module.up_proj = Doubled(16, 10, bias=False)
         elif change == "forward":
             module.up_proj.forward = lambda x: 3 * x[..., :10]  # type: ignore[method-assign]
+        elif change == "activation":
+            module.act_fn.forward = torch.tanh  # type: ignore[method-assign, assignment]
+        elif change == "sparse":
+            module.up_proj.weight = nn.Parameter(module.up_proj.weight.detach().to_sparse())
         elif change == "dtype":
             module, x = module.double(), x.double()
         elif change == "autocast":
@@ -231,6 +284,20 @@ def test_other_dtypes_and_copies() -> None:
     half = copy.deepcopy(module).to(torch.bfloat16)
     expected = Gated.forward(half, x.bfloat16())
     torch.testing.assert_close(half(x.bfloat16()), expected, atol=0, rtol=0)
+
+
+def test_a_model_can_be_pickled() -> None:
+    module, plain = Gated(), nn.RMSNorm(6, eps=1e-6)
+    x = torch.randn(2, 6)
+    for one, use in ((module, use_fast_gates), (plain, use_fast_norms)):
+        use(one)
+        twin = pickle.loads(pickle.dumps(one))
+        assert is_fast(twin)
+        assert torch.equal(twin(x), one(x))
+        with torch.no_grad():
+            for weight in one.parameters():
+                weight.zero_()
+        assert not torch.equal(twin(x), one(x))
 
 
 def test_another_activation_is_used() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,6 +206,28 @@ def test_what_stays_the_same_is_taped_once(
     monkeypatch.setattr(tapes, "Tape", None)
     engine.generate(requests(), PARAMS)
     assert engine.stats.replayed_steps
+
+
+def test_a_tape_computes_with_as_many_threads_as_are_set(
+    build_model: Callable[..., CausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(build_model("llama"))
+    taped: list[int] = []
+
+    class Counted(tapes.Tape):
+        def __init__(self, *args: Any) -> None:
+            taped.append(torch.get_num_threads())
+            super().__init__(*args)
+
+    monkeypatch.setattr(tapes, "Tape", Counted)
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            engine.generate(requests(), PARAMS)
+    finally:
+        torch.set_num_threads(before)
+    assert set(taped) == {1, 2}
 
 
 def test_another_model_and_more_sequences(build_model: Callable[..., CausalLM]) -> None:

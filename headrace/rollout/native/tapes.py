@@ -111,7 +111,8 @@ OF_EVERY_MODULE = {*vars(nn.Module())}  # its training flag too, which is off wh
 
 
 def _facts_of(model: CausalLM) -> Iterator[Any]:
-    """What tapes have taken from the modules: which they are, how they are set, and where their tensors lie."""
+    """What tapes have taken: threads, which modules they are, how they are set, and where their tensors lie."""
+    yield torch.get_num_threads()
     yield from _facts(vars(model.text_config))
     for module in model.hf.modules():
         yield module
