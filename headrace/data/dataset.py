@@ -55,6 +55,10 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return (self.row(i) for i in range(len(self)))
 
+    def where_null(self, column: str) -> list[int]:
+        """The rows, counted from 0, that have no value in `column`."""
+        return [i for i, row in enumerate(self._rows) if row.get(column) is None]
+
     def where(self, index: int) -> str:
         """How an error names row `index`: "line 12" of a file, else "row 12", counted from 1."""
         return f"row {index + 1}" if self._lines is None else f"line {self._lines[index]}"

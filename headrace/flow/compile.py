@@ -106,17 +106,17 @@ class CheckedFlow:
             replace(self, stages=tuple(s for s in self.stages if not s.spec.makes_rows)),
         )
 
-    def check_data(self, columns: set[str]) -> list[str]:
-        """Violations of what stages ask of the data set's own columns."""
+    def check_data(self, columns: set[str], source: str) -> list[str]:
+        """Violations of what stages ask of the own columns of the data set named `source`."""
         available = set(columns) | DATA_COLUMNS
         out = [
-            f"flow '{self.name}': the data have no column '{name}'{_nearest(name, available)}"
+            f"flow '{self.name}': {source} has no column '{name}'{_nearest(name, available)}"
             for name in self.data_columns
             if name not in available
         ]
         for stage in self.stages:
             if isinstance(stage.function, RewardStage):
-                out += stage.function.check(available)
+                out += stage.function.check(available, source)
             available |= written_columns(stage, self.config)
         return out
 

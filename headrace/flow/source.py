@@ -17,6 +17,7 @@ from headrace.flow.compile import CheckedFlow
 from headrace.models.adapter_folder import weights_source
 from headrace.models.find import find_model
 from headrace.models.hf import LOADING_ERRORS, first_line
+from headrace.rewards.stage import RewardStage
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.roles.role import ReaderRole
@@ -45,7 +46,7 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
     if role is None:
         raise ConfigError(f"flow '{flow.name}' has no language model to read the data with")
     rows, own = read_rows(config, dataset, key)
-    problems = flow.check_data(set(rows.columns))
+    problems = flow.check_data(set(rows.columns), rows.name)
     options = config.data.model_copy(update=own.model_dump(exclude_unset=True, exclude=SOURCE_KEYS))
     try:
         data = _tokenized(flow, role, rows, options, key)
@@ -53,7 +54,23 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
         problems += error.violations
     if problems:
         raise DataError(problems)
+    _warn_of_nulls(flow, rows)
     return data
+
+
+def _warn_of_nulls(flow: CheckedFlow, rows: Rows) -> None:
+    """Says which columns that a reward function asks for are null in some rows: what it does with None is its own."""
+    for stage in flow.stages:
+        if not isinstance(stage.function, RewardStage) or stage.function.function is None:
+            continue
+        function = stage.function.function
+        for column in function.columns_of(rows.columns):
+            empty = rows.where_null(column)
+            if empty:
+                logger.warning(
+                    "%s: '%s', which '%s' asks for, is null in %d of %d rows, first in %s; it gets None there",
+                    rows.name, column, function.name, len(empty), len(rows), rows.where(empty[0]),
+                )  # fmt: skip
 
 
 def read_rows(config: Config, dataset: Any, key: str) -> tuple[Rows, DataConfig]:

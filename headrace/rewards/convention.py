@@ -103,11 +103,12 @@ def read_convention(function: Callable[..., Any], name: str) -> Convention:
     )
 
 
-def unknown_columns(convention: Convention, name: str, available: set[str]) -> list[str]:
-    """One sentence for every required parameter that no column of `available` fills."""
+def unknown_columns(convention: Convention, name: str, available: set[str], source: str = "") -> list[str]:
+    """One sentence for every required parameter that no column of `available` fills; `source`: whose columns they are."""
+    where = f"of {source}" if source else "here"
     known = convention.columns(available)
     return [
-        f"{KEY}: '{name}' asks for '{p}', which is no column here{did_you_mean(p, available)}"
+        f"{KEY}: '{name}' asks for '{p}', which is no column {where}{did_you_mean(p, available)}"
         f" (columns: {', '.join(sorted(available)) or 'none'})"
         for p in convention.required
         if p not in known

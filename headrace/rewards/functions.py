@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from headrace.config_import import described, shortened
@@ -71,9 +71,17 @@ class RewardFunction:
         """The names of the parameters that columns must fill, in order, the completion aside."""
         return self.convention.required
 
-    def check(self, available: set[str]) -> list[str]:
-        """Violations: required parameters that none of the `available` columns fills, with the nearest name."""
-        return unknown_columns(self.convention, self.name, available)
+    def columns_of(self, available: Iterable[str]) -> list[str]:
+        """Those of the available columns that fill parameters without a default."""
+        found = self.convention.columns(set(available))
+        return [found[p] for p in self.convention.required if p in found]
+
+    def check(self, available: set[str], source: str = "") -> list[str]:
+        """Violations: required parameters that none of the `available` columns fills, with the nearest name.
+
+        `source` is whose columns those are, for the sentence.
+        """
+        return unknown_columns(self.convention, self.name, available, source)
 
     def score(self, rows: Rows, n: int) -> RewardResult:
         """Scores n rows. `rows` holds lists of n values; `completion` (strings) among them.

@@ -51,9 +51,9 @@ class RewardStage:
         )
         self.__name__ = "reward"
 
-    def check(self, columns: Collection[str]) -> list[str]:
-        """Violations of what the function asks for, given the columns there will be."""
-        return self.function.check(set(columns)) if self.function is not None else []
+    def check(self, columns: Collection[str], source: str = "") -> list[str]:
+        """Violations of what the function asks for, given the columns there will be of the data named `source`."""
+        return self.function.check(set(columns), source) if self.function is not None else []
 
     def __call__(self, batch: Batch, context: StageContext) -> dict[str, Any]:
         rewards = torch.zeros(batch.num_rows, dtype=torch.float64)

@@ -267,9 +267,9 @@ def test_columns_of_the_data_are_declared(parts: Any) -> None:
     assert "reads column 'answer'" in only
     assert "Flow(data_columns=...)" in only
     checked = build("answer").compile()
-    assert checked.check_data({"prompt", "answer"}) == []
-    (missing,) = checked.check_data({"prompt", "answers"})
-    assert "'answer'" in missing
+    assert checked.check_data({"prompt", "answer"}, "rows") == []
+    (missing,) = checked.check_data({"prompt", "answers"}, "rows")
+    assert "rows has no column 'answer'" in missing
     assert "did you mean 'answers'?" in missing
 
 
@@ -281,8 +281,8 @@ def test_a_reward_function_may_use_data_columns_and_rollout_columns_only(parts: 
     rollout = flow.add_stage("rollout", parts[0].generate)
     flow.add_stage("reward", graded, depends_on=rollout)
     checked = flow.compile()
-    assert checked.check_data({"question", "answer"}) == []
-    (only,) = checked.check_data({"question", "answr"})
+    assert checked.check_data({"question", "answer"}, "rows") == []
+    (only,) = checked.check_data({"question", "answr"}, "rows")
     assert "asks for 'answer'" in only
     assert "did you mean 'answr'?" in only
 

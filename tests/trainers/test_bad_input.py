@@ -101,6 +101,8 @@ def test_the_guard_would_notice_a_loaded_model(refused: Any, command: Run) -> No
         ("reward.function=nothing.py:score", ["reward.function", "nothing.py"]),
         ("reward.function=no_such_module:score", ["reward.function", "no_such_module"]),
         ("reward.function=exact_mtch", ["reward.function", "did you mean 'exact_match'?"]),
+        ("algorithm.name=gpro", ["algorithm.name", "got 'gpro'; did you mean 'grpo'?"]),
+        ("algorithm.name=gsop", ["algorithm.name", "got 'gsop'; did you mean 'gspo'?"]),
     ],
 )
 def test_a_wrong_setting(refused: Any, override: str, parts: list[str]) -> None:
@@ -192,6 +194,25 @@ def test_a_reward_function_that_cannot_be_used(
     err = refused(f"reward.function={tmp_path / 'bad_reward.py'}:score")
     assert "reward.function: " in err
     assert all(part in err for part in parts), err
+
+
+def test_a_column_that_the_held_out_data_lack(refused: Any, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+1=", "anser": "2"}\n')
+    (line,) = refused(f"eval.path={tmp_path / 'held.jsonl'}").splitlines()
+    assert "asks for 'answer', which is no column of " in line
+    assert "held.jsonl; did you mean 'anser'?" in line
+
+
+def test_a_column_that_is_null_in_some_rows(
+    command: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning and no error: the function may know what to do with None."""
+    rows = [{"prompt": "1+1=", "answer": "2", "note": "x"}] * 4 + [{"prompt": "2+1="}] * 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command(f"data.path={tmp_path / 'rows.jsonl'}", "train.steps=1")[0] == 0
+    (warning,) = [r.getMessage() for r in caplog.records if "is null in" in r.getMessage()]
+    assert "rows.jsonl: 'answer', which" in warning
+    assert "is null in 2 of 6 rows, first in line 5; it gets None there" in warning
 
 
 def test_a_cache_too_small_for_one_response(refused: Any) -> None:
