@@ -15,6 +15,7 @@ import json
 import os
 import platform
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -141,6 +142,7 @@ def measure(device: str, large: bool) -> list[dict[str, Any]]:
                 result["ratio"] = round(result["estimate_bytes"] / result["measured_bytes"], 3)
                 out.append({"model": name, "run": variant, **result})
                 sys.stderr.write(f"{name}, {variant}: {result['ratio']}\n")
+                shutil.rmtree(folder / "runs")  # checkpoints of ten runs would fill a disk
     return out
 
 
