@@ -389,8 +389,9 @@ def _without(layered: Settings, bad: set[str]) -> Settings:
 def _wrong_value(info: KeyInfo, value: Any) -> str:
     got = str(value).lower() if isinstance(value, bool) else _short.repr(value)
     choices = [kind for kind in info.kinds if isinstance(kind, str)]
-    if isinstance(value, str) and (close := difflib.get_close_matches(value, choices)):
-        swapped = [c for c in close if sorted(c) == sorted(value)]  # gpro is rather grpo than gspo
+    meant = value.strip().lower() if isinstance(value, str) else ""
+    if close := difflib.get_close_matches(meant, choices):
+        swapped = [c for c in close if sorted(c) == sorted(meant)]  # gpro is rather grpo than gspo
         got += f"; did you mean '{(swapped or close)[0]}'?"
     unquoted = info.kinds[0] is str and value is not None and not isinstance(value, str)
     return f"{info.name}: expected {info.expected}, got {got}{' (put it in quotes)' if unquoted else ''}"

@@ -10,7 +10,7 @@ import json
 import sys
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,15 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         return (self.row(i) for i in range(len(self)))
 
-    def where_null(self, column: str) -> list[int]:
-        """The rows, counted from 0, that have no value in `column`."""
-        return [i for i, row in enumerate(self._rows) if row.get(column) is None]
+    def where_null(self, columns: Collection[str], rows: Iterable[int]) -> dict[str, list[int]]:
+        """For each of `columns` those of `rows`, counted from 0, that have no value in it."""
+        found: dict[str, list[int]] = {column: [] for column in columns}
+        for i in rows if columns else ():
+            row = self._rows[i]
+            for column, empty in found.items():
+                if row.get(column) is None:
+                    empty.append(i)
+        return found
 
     def where(self, index: int) -> str:
         """How an error names row `index`: "line 12" of a file, else "row 12", counted from 1."""

@@ -54,22 +54,23 @@ def prepare_data(flow: CheckedFlow, dataset: Any, key: str = "data") -> Prepared
         problems += error.violations
     if problems:
         raise DataError(problems)
-    _warn_of_nulls(flow, rows)
+    if isinstance(data.dataset, PromptDataset):
+        _warn_of_nulls(flow, data.dataset)
     return data
 
 
-def _warn_of_nulls(flow: CheckedFlow, rows: Rows) -> None:
-    """Says which columns that a reward function asks for are null in some rows: what it does with None is its own."""
+def _warn_of_nulls(flow: CheckedFlow, prompts: PromptDataset) -> None:
+    """Says which columns that a reward function takes are null in some rows: what it does with None is its own."""
+    rows = prompts.rows
     for stage in flow.stages:
         if not isinstance(stage.function, RewardStage) or stage.function.function is None:
             continue
         function = stage.function.function
-        for column in function.columns_of(rows.columns):
-            empty = rows.where_null(column)
+        for column, empty in rows.where_null(function.columns_of(rows.columns), prompts.kept).items():
             if empty:
                 logger.warning(
-                    "%s: '%s', which '%s' asks for, is null in %d of %d rows, first in %s; it gets None there",
-                    rows.name, column, function.name, len(empty), len(rows), rows.where(empty[0]),
+                    "%s: '%s', which '%s' takes, is null in %d of %d rows, first in %s; it gets None there",
+                    rows.name, column, function.name, len(empty), len(prompts), rows.where(empty[0]),
                 )  # fmt: skip
 
 

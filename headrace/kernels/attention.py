@@ -226,8 +226,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *outputs = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *outputs = saved
         grads = ctx.pack.backward((query, key, value), tuple(outputs), grad, ctx.scale, ctx.window)
         return (*grads, None, None, None)
 

@@ -29,7 +29,8 @@ def takes(x: Tensor, weights: Weights) -> bool:
     gate, up, down = weights
     inner, hidden = gate.shape
     return (
-        hidden % 16 == 0
+        hidden > 0
+        and hidden % 16 == 0
         and x.shape[-1:] == (hidden,)
         and up.shape == gate.shape
         and down.shape == (hidden, inner)

@@ -82,11 +82,13 @@ def _recognise(kind: type[nn.Module], activation: nn.Module) -> bool:
     return "asked" not in vars(module)
 
 
-def _forward(self: Any, hidden: Tensor) -> Tensor:
+def _forward(self: Any, *inputs: Tensor, **named: Any) -> Tensor:
     layers = [getattr(self, name) for name in LAYERS]
-    if self.act_fn is not self.known_activation or _is_watched(self.act_fn):
-        own: Tensor = type(self).forward(self, hidden)
+    other = named or len(inputs) != 1 or self.act_fn is not self.known_activation
+    if other or _is_watched(self.act_fn):
+        own: Tensor = type(self).forward(self, *inputs, **named)
         return own
+    (hidden,) = inputs
     out: Tensor
     if all(map(_is_product, layers)) and not torch.is_autocast_enabled("cpu"):
         weights = (layers[0].weight, layers[1].weight, layers[2].weight)
@@ -127,9 +129,9 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *weights, kept = ctx.saved_tensors
-        found = feed_forward.gradients(hidden, tuple(weights), kept, grad, of_x=ctx.needs_input_grad[0])
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, gate, up, down, kept = saved
+        found = feed_forward.gradients(hidden, (gate, up, down), kept, grad, of_x=ctx.needs_input_grad[0])
         return tuple(x if wanted else None for x, wanted in zip(found, ctx.needs_input_grad, strict=True))
 
 
@@ -154,6 +156,6 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     @once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+    def backward(ctx: Any, saved: tuple[Tensor, Tensor], grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = saved
         return pointwise.gate_gradients(gate, up, grad)

@@ -72,9 +72,10 @@ class RewardFunction:
         return self.convention.required
 
     def columns_of(self, available: Iterable[str]) -> list[str]:
-        """Those of the available columns that fill parameters without a default."""
+        """Those of the available columns that parameters name, each once."""
         found = self.convention.columns(set(available))
-        return [found[p] for p in self.convention.required if p in found]
+        named = (*self.convention.required, *self.convention.optional)
+        return list(dict.fromkeys(found[p] for p in named if p in found))
 
     def check(self, available: set[str], source: str = "") -> list[str]:
         """Violations: required parameters that none of the `available` columns fills, with the nearest name.

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call
+from torch.func import functional_call, grad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 from headrace.kernels import build, operators, pointwise
 from headrace.kernels.attention import CompiledAttention, CompiledDecode
@@ -45,8 +46,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return PackedAttention([8], "cpu").attend(0, query, key, value, scale=0.3, window=None)
 
 
+NORM = nn.RMSNorm(8, eps=1e-6)
+norm.use_fast_norms(NORM)
+
+
 def normed(x: Tensor, gain: Tensor) -> Tensor:
-    return norm._RMSNorm.apply(x, gain, 1e-6)
+    return functional_call(NORM, {"weight": gain}, x)
 
 
 class FeedForward(nn.Module):
@@ -114,6 +119,43 @@ def test_saved_tensors_come_back_otherwise(
         changed = function(*inputs)
     for got, want in zip(torch.autograd.grad(changed, inputs, up), wanted, strict=True):
         assert (got - want).abs().max() <= tolerance * want.abs().max()
+
+
+@pytest.mark.parametrize(("function", "shapes"), CASES)
+def test_a_gradient_of_zeros_that_lies_nowhere(function: Case, shapes: list[tuple[int, ...]]) -> None:
+    inputs = leaves(shapes)
+    out = function(*inputs)
+    for got in torch.autograd.grad(out, inputs, torch._efficientzerotensor(out.shape)):
+        assert torch.equal(got, torch.zeros_like(got))
+
+
+@pytest.mark.parametrize(("function", "shapes"), CASES)
+def test_a_derivative_of_gradients_is_refused(function: Case, shapes: list[tuple[int, ...]]) -> None:
+    inputs = leaves(shapes)
+    with forward_ad.dual_level():
+        out = function(*inputs)
+        loss = (out * forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))).sum()
+        with pytest.raises(RuntimeError, match="no forward derivatives"):
+            torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize(("function", "shapes"), CASES)
+def test_saved_tensors_are_unpacked_once(function: Case, shapes: list[tuple[int, ...]]) -> None:
+    """As recomputation in the backward pass needs it, also where its graph is kept."""
+    inputs = leaves(shapes)
+    out = checkpoint(function, *inputs, use_reentrant=False)
+    grads = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+    for got, want in zip(grads, torch.autograd.grad(function(*inputs).square().sum(), inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("function", "shapes"), CASES)
+def test_functional_transforms(function: Case, shapes: list[tuple[int, ...]]) -> None:
+    inputs = leaves(shapes)
+    wanted = torch.autograd.grad(function(*inputs).square().sum(), inputs)
+    got = grad(lambda *x: function(*x).square().sum(), argnums=tuple(range(len(inputs))))(*inputs)
+    for mine, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("function", "shapes"), CASES)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as nn_module
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
@@ -298,6 +299,31 @@ def test_a_model_can_be_pickled() -> None:
             for weight in one.parameters():
                 weight.zero_()
         assert not torch.equal(twin(x), one(x))
+
+
+class Taking(Gated):
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        return scale * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_calls_by_name() -> None:
+    module, x = Taking(), torch.randn(2, 6)
+    use_fast_gates(module)
+    assert is_fast(module)
+    torch.testing.assert_close(module(x=x), module(x))
+    torch.testing.assert_close(module(x, scale=2.0), 2 * module(x))
+
+
+def test_numbers_that_are_not_there() -> None:
+    """FakeTensorMode knows shapes alone; and a layer of width 0 has none."""
+    module, x = one_product(), torch.randn(5, 16)
+    plain = nn.RMSNorm(16, eps=1e-6)
+    use_fast_norms(plain)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        assert plain(module(x)).shape == (5, 16)
+    empty = Gated(hidden=0, bias=False)
+    use_fast_gates(empty)
+    assert empty(torch.randn(2, 0)).shape == (2, 0)
 
 
 def test_another_activation_is_used() -> None:

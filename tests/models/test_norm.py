@@ -60,6 +60,17 @@ def test_values_and_gradients_are_those_of_float64(plus_one: bool, eps: float) -
             assert (a.double() - b).abs().max() <= 3e-6 * b.abs().max()
 
 
+def test_an_eps_that_was_changed_and_calls_by_name() -> None:
+    module, x = nn.RMSNorm(8, eps=1e-6), torch.randn(3, 8)
+    use_fast_norms(module)
+    module.eps = 1.0
+    wanted = torch.nn.functional.rms_norm(x, (8,), module.weight, 1.0)
+    torch.testing.assert_close(module(x), wanted)
+    torch.testing.assert_close(module(x=x), wanted)
+    module.eps = None
+    torch.testing.assert_close(module(x), torch.nn.functional.rms_norm(x, (8,), module.weight, None))
+
+
 def test_a_module_is_known_before_it_has_weights() -> None:
     """Models of workers are made so; they must compute as those that were loaded whole."""
     with torch.device("meta"):

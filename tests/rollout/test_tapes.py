@@ -138,8 +138,8 @@ def with_other_activation(model: CausalLM) -> None:
 
 def with_other_constant(model: CausalLM) -> None:
     for module in model.hf.modules():
-        if hasattr(module, "rms_eps"):
-            module.rms_eps = 1.0
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1.0
 
 
 def with_turned_weights(model: CausalLM) -> None:

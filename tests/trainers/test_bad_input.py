@@ -102,6 +102,7 @@ def test_the_guard_would_notice_a_loaded_model(refused: Any, command: Run) -> No
         ("reward.function=no_such_module:score", ["reward.function", "no_such_module"]),
         ("reward.function=exact_mtch", ["reward.function", "did you mean 'exact_match'?"]),
         ("algorithm.name=gpro", ["algorithm.name", "got 'gpro'; did you mean 'grpo'?"]),
+        ("algorithm.name=GRPO", ["algorithm.name", "got 'GRPO'; did you mean 'grpo'?"]),
         ("algorithm.name=gsop", ["algorithm.name", "got 'gsop'; did you mean 'gspo'?"]),
     ],
 )
@@ -206,10 +207,11 @@ def test_a_column_that_the_held_out_data_lack(refused: Any, tmp_path: Path) -> N
 def test_a_column_that_is_null_in_some_rows(
     command: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning and no error: the function may know what to do with None."""
+    """A warning and no error: the function may know what to do with None. What is not used does not count."""
     rows = [{"prompt": "1+1=", "answer": "2", "note": "x"}] * 4 + [{"prompt": "2+1="}] * 2
+    rows.append({"prompt": "1+" * 50 + "1="})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert command(f"data.path={tmp_path / 'rows.jsonl'}", "train.steps=1")[0] == 0
+    assert command(f"data.path={tmp_path / 'rows.jsonl'}", "train.steps=1", "data.over_limit=drop")[0] == 0
     (warning,) = [r.getMessage() for r in caplog.records if "is null in" in r.getMessage()]
     assert "rows.jsonl: 'answer', which" in warning
     assert "is null in 2 of 6 rows, first in line 5; it gets None there" in warning

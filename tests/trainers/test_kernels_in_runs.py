@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headrace import cli
 from headrace.kernels import build
+from headrace.models import gates
 from headrace.observe.run_dir import RunDirectory
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"no kernels: {build.missing()}")
@@ -70,6 +71,10 @@ def test_gradients_and_tokens_along_a_run(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
+    if command == "reward-model":
+        monkeypatch.setattr(
+            gates, "LARGEST_TRAINED", 0
+        )  # as with larger layers: products by torch, gates by a kernel
     pairs = [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a * b + 20)}
         for a in range(9)
