@@ -127,11 +127,11 @@ def test_the_chain_learns_what_the_teacher_likes(
         ("dpo", "dpo"),
     ):
         step(command, config, f"run.seed={seed}")
-    for run, least in (("reward_model", 0.85), ("dpo", 0.7)):
+    for run, least in (("reward_model", 0.8), ("dpo", 0.7)):
         measured = [m["eval/accuracy"] for m in metrics(run) if "eval/accuracy" in m]
         assert measured[0] == pytest.approx(0.5, abs=0.15)
         assert measured[-1] > least
     assert rising("sft", capsys) < 0.35
-    # runs ended at 81 to 100 %: sums in another order alone move the end by several points
-    assert rising("ppo", capsys) > 0.75
-    assert rising("dpo", capsys) > 0.7
+    # fifteen runs of PPO ended at 89 to 100 %, eight of DPO at 85 to 100 %: sums in another order alone move the end
+    assert rising("ppo", capsys) > 0.8
+    assert rising("dpo", capsys) > 0.75
