@@ -131,9 +131,8 @@ class _RMSNorm(torch.autograd.Function):
             return y
         size = x.shape[-1]
         r = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
-        ctx.save_for_backward(
-            x, gain, r.squeeze(-1)
-        )  # as above: what is saved must not depend on how it is computed
+        # in the kernel's shape: what is saved must not depend on how it is computed
+        ctx.save_for_backward(x, gain, r.squeeze(-1))
         return (x * r).mul_(gain)
 
     @staticmethod
