@@ -43,7 +43,7 @@ def evaluate(
         sums.merge(context.metrics)
         if flow.generates:
             samples += records_of(runtime.fetch(rows, sample_columns(rows)))
-    if flow.generates:
+    if "eval/accuracy" in sums.means() and flow.generates:
         _accuracy_metrics(sums, samples, flow.config.eval.samples_per_prompt)
     sums.add("time/eval_s", time.perf_counter() - started)
     metrics = {name: value for name, value in sums.means().items() if name.startswith(("eval/", "time/eval"))}

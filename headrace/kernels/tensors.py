@@ -12,6 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 PLAIN = (Tensor, torch.nn.Parameter)
+OWN_LAYERS = "headrace's own attention, norms and feed-forward layers"  # for errors
 
 
 def are_plain(*tensors: Tensor) -> bool:
@@ -42,11 +43,8 @@ def plain(x: Tensor) -> Tensor:
     Raises RuntimeError for a tangent, which no kernel knows of.
     """
     if unpack_dual(x).tangent is not None:
-        raise RuntimeError(f"{NO_DERIVATIVES} have no forward derivatives of gradients")
+        raise RuntimeError(f"{OWN_LAYERS} have no forward derivatives of gradients")
     return x if are_plain(x) else torch.empty(x.shape, dtype=torch.float32, device="cpu").copy_(x)
-
-
-NO_DERIVATIVES = "headrace's own attention, norms and feed-forward layers"
 
 
 class _NoSecond(torch.autograd.Function):
@@ -56,7 +54,7 @@ class _NoSecond(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"{NO_DERIVATIVES} have no second derivatives")
+        raise RuntimeError(f"{OWN_LAYERS} have no second derivatives")
 
 
 def once(backward: Callable[..., tuple[Tensor | None, ...]]) -> Callable[..., tuple[Tensor | None, ...]]:

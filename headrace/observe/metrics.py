@@ -161,7 +161,7 @@ _BUILT_IN = (
     Metric(
         "eval/accuracy",
         "fraction",
-        "Held-out responses with a reward of at least 1; of pairs, those ordered rightly (a tie counts as half).",
+        "Held-out responses with a reward of at least 1 (not beside a reward model); pairs ordered rightly (ties half).",
     ),
     Metric("eval/loss", "nats", "Mean of -log sigmoid(margin) on held-out pairs."),
     Metric("eval/margin", "reward", "Mean reward of the chosen minus the rejected response, held-out pairs."),

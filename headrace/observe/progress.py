@@ -32,7 +32,7 @@ _SHOWN: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("gap", 7, ("gap/abs_logprob_mean",)),
     ("response", 8, ("rollout/response_tokens_mean",)),
     ("tok/s", 6, ("rollout/tokens_per_s",)),
-    ("eval", 6, ("eval/accuracy",)),
+    ("eval", 6, ("eval/accuracy", "eval/reward_mean")),
 )
 _RECENT_STEPS = 20
 _HEADER_EVERY = 25

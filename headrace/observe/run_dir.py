@@ -123,9 +123,11 @@ class RunDirectory:
         if not run.path.exists() and not run.path.is_symlink():
             return
         if not overwrite:
+            resume = (
+                "run.resume=true to go on from its latest checkpoint, " if run.checkpoints.is_dir() else ""
+            )
             raise ConfigError(
-                f"run.name: {run.path} exists already; choose another name, or set run.overwrite=true to"
-                " replace it"
+                f"run.name: {run.path} exists already; set {resume}another name, or run.overwrite=true to replace it"
             )
         if not run.is_replaceable():
             raise ConfigError(

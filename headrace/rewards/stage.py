@@ -82,16 +82,19 @@ class RewardStage:
             rewards = rewards + batch["reward_model_score"].double()
         if "environment_reward" in batch:
             rewards = rewards + batch["environment_reward"]
-        _reward_metrics(rewards[torch.tensor(sampled, dtype=torch.bool)], context)
+        own = rewards[torch.tensor(sampled, dtype=torch.bool)]
+        _reward_metrics(own, context, can_be_right=not self.add_model_score)
         return {"reward": rewards}
 
 
-def _reward_metrics(rewards: torch.Tensor, context: StageContext) -> None:
+def _reward_metrics(rewards: torch.Tensor, context: StageContext, *, can_be_right: bool) -> None:
+    """`can_be_right`: whether a reward of CORRECT means something, as it does not with a model's score in it."""
     m, valid = context.metrics, rewards[~torch.isnan(rewards)]
     total, count = float(valid.sum()), valid.numel()
     if context.evaluation:
         m.add("eval/reward_mean", total, count)
-        m.add("eval/accuracy", float((valid >= CORRECT).sum()), count)
+        if can_be_right:
+            m.add("eval/accuracy", float((valid >= CORRECT).sum()), count)
         m.add_total("eval/rows", len(rewards))
         return
     m.add("reward/mean", total, count)

@@ -15,6 +15,7 @@ from headrace.flow.flow import CompiledFlow, Flow
 from headrace.flow.prepare import role_problems
 from headrace.flow.run import Evaluation, RunResult, run_evaluation
 from headrace.flow.source import data_problems, source_problems
+from headrace.observe.summary import format_metric
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
 from headrace.trainers.recipes import Reward, evaluation_flow, policy_flow, sft_flow
@@ -124,12 +125,13 @@ def run_eval(config: Config) -> int:
 
 def finish(result: RunResult) -> int:
     """Says what came out and where it is. Exit code 130 after Ctrl-C, as shells have it."""
-    measured = [
-        (step, m["eval/accuracy"]) for step, m in sorted(result.evaluations.items()) if "eval/accuracy" in m
-    ]
-    if measured:
-        after = [f"{100 * accuracy:.1f} % after step {step}" for step, accuracy in measured[-1:] if step > 0]
-        logger.info("held-out accuracy: %s", ", ".join([f"{100 * measured[0][1]:.1f} % before", *after]))
+    for metric, what in (("eval/accuracy", "accuracy"), ("eval/reward_mean", "reward")):
+        measured = [(step, m[metric]) for step, m in sorted(result.evaluations.items()) if metric in m]
+        if measured:
+            after = [f"{format_metric(metric, v)} after step {step}" for step, v in measured[-1:] if step > 0]
+            before = f"{format_metric(metric, measured[0][1])} before"
+            logger.info("held-out %s: %s", what, ", ".join([before, *after]))
+            break
     model = f"; the model is {result.model}" if result.model is not None else ""
     logger.info("everything is in %s%s", result.directory, model)
     if result.interrupted:

@@ -17,9 +17,10 @@ from headrace.checkpoint.export import save_hf_folder
 from headrace.errors import ConfigError
 from headrace.flow.run import run_evaluation
 from headrace.models.hf import load_causal_lm
+from headrace.observe.summary import format_metric
 from headrace.roles.actor import Actor
 from headrace.roles.reward_model import RewardModel
-from headrace.trainers.launch import run_eval, run_sft, run_train, train
+from headrace.trainers.launch import finish, run_eval, run_sft, run_train, train
 from headrace.trainers.recipes import evaluation_flow, sft_flow
 
 # ---- KL and PPO
@@ -111,7 +112,11 @@ def scorer(arithmetic: Path, tmp_path: Path) -> Path:
 
 
 def test_the_reward_model_scores_the_last_token(
-    arithmetic: Path, tmp_path: Path, scorer: Path, monkeypatch: pytest.MonkeyPatch
+    arithmetic: Path,
+    tmp_path: Path,
+    scorer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from transformers import AutoModelForSequenceClassification
 
@@ -153,6 +158,13 @@ def test_the_reward_model_scores_the_last_token(
     )
     assert loaded == ["reward.model"]  # one copy serves training and evaluation
     assert result.steps == 1
+    # a sum with a model's score in it is right at no particular value
+    assert "eval/reward_mean" in steps[0]
+    assert not [name for name in steps[0] if "accuracy" in name or "pass_at" in name]
+    with caplog.at_level("INFO"):
+        finish(result)
+    first, last = (format_metric("eval/reward_mean", s["eval/reward_mean"]) for s in (steps[0], steps[1]))
+    assert f"held-out reward: {first} before, {last} after step 1" in caplog.text
 
 
 def test_a_reward_model_alone(arithmetic: Path, tmp_path: Path, scorer: Path) -> None:

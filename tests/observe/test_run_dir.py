@@ -26,9 +26,13 @@ def test_layout_and_configuration(tmp_path):
 
 def test_an_existing_run_is_kept_unless_asked(tmp_path):
     make_run(tmp_path)
-    with pytest.raises(ConfigError, match=r"run\.name.*run\.overwrite=true"):
+    with pytest.raises(ConfigError, match=r"run\.name.*run\.overwrite=true") as error:
         RunDirectory.create(tmp_path, "a")
     assert (tmp_path / "a" / "config.yaml").exists()
+    assert "run.resume" not in str(error.value)  # there is nothing to go on from
+    (tmp_path / "a" / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match=r"set run\.resume=true to go on"):
+        RunDirectory.check(tmp_path, "a")
     again = RunDirectory.create(tmp_path, "a", overwrite=True)
     assert list(again.path.iterdir()) == []
 

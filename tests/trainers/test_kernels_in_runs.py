@@ -72,9 +72,8 @@ def test_gradients_and_tokens_along_a_run(
     request: pytest.FixtureRequest,
 ) -> None:
     if command == "reward-model":
-        monkeypatch.setattr(
-            gates, "LARGEST_TRAINED", 0
-        )  # as with larger layers: products by torch, gates by a kernel
+        # as with larger layers: products by torch, gates by a kernel
+        monkeypatch.setattr(gates, "LARGEST_TRAINED", 0)
     pairs = [
         {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a * b + 20)}
         for a in range(9)
